@@ -1,0 +1,31 @@
+# Each of the four front doors sets up all it needs (a .venv, the install) and is fast when repeated.
+.PHONY: demo test lint bench
+.DEFAULT_GOAL := test
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+# torch first and pinned: an unpinned torch would bring a build with gigabytes of CUDA.
+PIP := PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --disable-pip-version-check
+
+$(READY): pyproject.toml constraints.txt
+	@echo "Setting up .venv (once, some minutes) ..."
+	@$(PYTHON) -c "import sys; assert sys.version_info >= (3, 11), 'flatmin needs Python 3.11 or newer; set PYTHON=...'"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(PIP) "$$(grep '^torch==' constraints.txt)"
+	@$(PIP) -e ".[dev]"
+	@touch $@
+
+demo: $(READY)
+	@$(BIN)/python examples/closed_form.py
+
+test: $(READY)
+	@$(BIN)/python -m pytest
+
+lint: $(READY)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+bench: $(READY)
+	@$(BIN)/python -m benchmarks

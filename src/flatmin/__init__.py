@@ -1,0 +1,1 @@
+"""Sharpness-Aware Minimization for PyTorch, and the tools to measure flat minima."""

@@ -1,0 +1,1 @@
+"""Sharpness-Aware Minimization: the optimizer and its maths. Needs only torch."""

@@ -1,0 +1,271 @@
+r"""SAM's ascent steps as pure functions: the p-norm dual, random directions, projections on the ball.
+
+All of it is a direction :math:`d` in the unit p-ball, joint over every tensor, and a scale :math:`T`, so that the
+perturbation is :math:`\epsilon = T \odot d`. With :math:`T = \rho` that is Eq. 2 of Foret et al. (2021); with
+:math:`T = \rho (|w| + \eta)` it is ASAM (Kwon et al., 2021); with a :math:`T` for each parameter group, a radius each.
+
+The norms are kept as a *row* ``(peak, total)`` with :math:`\lVert u \rVert_q = peak \cdot total^{1/q}`, because the
+powers of a gradient of 1e-30 or 1e25 do not fit into float32. Rows of different tensors, or of the shards of one
+tensor on different machines, are merged by :func:`join`.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+Gather = Callable[[Sequence[Tensor]], Tensor]
+"""Takes the rows of the local tensors, returns the rows of all tensors (of all shards) as a matrix (n, 2)."""
+
+L1_PROJECTION_STEPS = 60  # Newton's iterations on a piecewise linear function; 5 to 15 are needed in practice
+
+
+def check_p(p: float) -> float:
+    """Return p as a float, or raise if there is no p-norm of that name."""
+    if not isinstance(p, (int, float)) or isinstance(p, bool):
+        raise TypeError(f"p must be a number in [1, inf], got {p!r} of type {type(p).__name__}.")
+    if not p >= 1:
+        raise ValueError(f"p must be in [1, inf], got {p!r}: below 1 there is no norm. The paper's default is p=2.")
+    return float(p)
+
+
+def check_rho(rho: float, name: str = "rho") -> float:
+    """Return rho as a float, or raise if it is not the radius of a ball."""
+    if not isinstance(rho, (int, float)) or isinstance(rho, bool):
+        raise TypeError(f"{name} must be a number, got {rho!r} of type {type(rho).__name__}.")
+    if not (rho >= 0 and math.isfinite(rho)):
+        raise ValueError(
+            f"{name} must be finite and not negative, got {rho!r}. Good values are 0.01 to 0.5; start at 0.05."
+        )
+    return float(rho)
+
+
+def dual_exponent(p: float) -> float:
+    """Return q with 1/p + 1/q = 1.
+
+    Example:
+        >>> dual_exponent(2.0), dual_exponent(1.0), dual_exponent(math.inf)
+        (2.0, inf, 1.0)
+    """
+    if p == 1:
+        return math.inf
+    return 1.0 if math.isinf(p) else p / (p - 1)
+
+
+def working_copy(tensor: Tensor) -> Tensor:
+    """Return a copy to compute in: dense, real (complex numbers are pairs), of float32 or better."""
+    tensor = tensor.to_dense() if tensor.layout != torch.strided else tensor
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return tensor.to(working_dtype(tensor.dtype), copy=True)
+
+
+def working_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a perturbation of weights of this dtype is computed."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def row(u: Tensor, q: float) -> Tensor:
+    r"""Return ``(peak, total)`` with :math:`\lVert u \rVert_q = peak \cdot total^{1/q}`, without overflow.
+
+    For q = 2 the sum of squares is taken in float64, which holds the square of every float32, in one pass. Otherwise
+    (and where a device has no float64) u is divided by its peak first. For q = inf, ``total`` counts the largest
+    coordinates. A non-finite u gives a non-finite row.
+    """
+    wide = torch.float32 if u.device.type == "mps" else torch.float64
+    if u.numel() == 0:
+        return torch.zeros(2, dtype=wide, device=u.device)
+    if q == 2 and wide == torch.float64:
+        total = torch.linalg.vector_norm(u, dtype=wide).square()
+        return torch.stack([torch.ones_like(total), total])
+    magnitude = u.abs()
+    peak = magnitude.amax()
+    if math.isinf(q):
+        total = (magnitude == peak).sum(dtype=wide)
+    else:
+        total = magnitude.div_(_nonzero(peak)).pow_(q).sum(dtype=wide)
+    return torch.stack([peak.to(wide), total])
+
+
+def join(rows: Tensor, q: float) -> Tensor:
+    r"""Merge rows (n, 2) of parts into the row of the whole: :math:`\lVert u \rVert_q^q = \sum_i \lVert u_i \rVert_q^q`.
+
+    Example:
+        >>> both = join(torch.stack([row(torch.tensor([3.0]), 2), row(torch.tensor([4.0]), 2)]), 2)
+        >>> norm(both, 2).item()
+        5.0
+    """
+    peak = rows[:, 0].amax()
+    if math.isinf(q):
+        share = (rows[:, 0] == peak).to(rows.dtype)
+    else:
+        share = (rows[:, 0] / _nonzero(peak)).pow(q)
+    return torch.stack([peak, (rows[:, 1] * share).sum()])
+
+
+def norm(joint: Tensor, q: float) -> Tensor:
+    """Return the q-norm that a row stands for, a scalar tensor on its device."""
+    return joint[0] if math.isinf(q) else joint[0] * joint[1].pow(1 / q)
+
+
+def usable(joint: Tensor) -> Tensor:
+    """Return whether a direction can be made of it, a bool tensor: neither all zero nor anywhere non-finite."""
+    return joint.isfinite().all() & (joint > 0).all()
+
+
+def dual_(u: Tensor, p: float, joint: Tensor, scale: Tensor | float = 1.0) -> Tensor:
+    r"""Replace u, in place, by its part of the unit vector that maximises :math:`\langle d, u \rangle`, times scale.
+
+    That is Eq. 2 with rho = 1: :math:`\operatorname{sign}(u) |u|^{q-1} / (\lVert u \rVert_q^q)^{1/p}`, where the norm is
+    that of ``joint``: of all tensors together. Where ``joint`` is not usable the result is exactly 0, decided on the
+    device. For p = 1, coordinates that share the largest magnitude share the step: the limit of Eq. 2.
+
+    Args:
+        u: a part of the vector, float32 or better; overwritten.
+        p: the norm of the ball.
+        joint: the joint row of the whole vector, for the dual exponent q.
+        scale: multiplies the result.
+
+    Returns:
+        u
+    """
+    if p == 2:
+        # A subnormal gradient has a reciprocal norm beyond float32; the step is then shorter, but finite.
+        factor = (scale / norm(joint, 2)).clamp(max=torch.finfo(u.dtype).max)
+        u.mul_(factor)
+    elif math.isinf(p):
+        u.sign_().mul_(scale)
+    elif p == 1:
+        u.mul_(u.abs() == joint[0]).sign_().mul_(scale / joint[1])
+    else:
+        magnitude = u.abs().div_(_nonzero(joint[0])).pow_(dual_exponent(p) - 1)
+        u.sign_().mul_(magnitude).mul_(scale * joint[1].pow(-1 / p))
+    # Not a product with 0: 0 * inf is NaN.
+    return u.masked_fill_(~usable(joint), 0)
+
+
+def rescale_(u: Tensor, p: float, joint: Tensor, scale: Tensor | float = 1.0) -> Tensor:
+    r"""Replace u, in place, by :math:`u / \lVert u \rVert_p` times scale (0 where ``joint``, its row for p, is not usable)."""
+    factor = (scale / norm(joint, p)).clamp(max=torch.finfo(u.dtype).max)
+    return u.mul_(factor).masked_fill_(~usable(joint), 0)
+
+
+def project_(points: Sequence[Tensor], p: float, *, radius: float = 1.0, gather: Gather = torch.stack) -> None:
+    r"""Move points, in place, to the nearest point (Euclidean) of the joint p-ball of that radius, p in {1, 2, inf}.
+
+    For p = 1 the projection is a soft threshold :math:`\theta` with
+    :math:`\sum_i \max(|x_i| - \theta, 0) = radius` (Duchi et al., 2008), found by Newton's method on this convex,
+    piecewise linear function, which from the left ends after finitely many steps and needs no sorting.
+
+    Example:
+        >>> x = torch.tensor([3.0, 4.0])
+        >>> project_([x], 2)
+        >>> x
+        tensor([0.6000, 0.8000])
+    """
+    if math.isinf(p):
+        for x in points:
+            x.clamp_(-radius, radius)
+        return
+    if p == 2:
+        size = norm(join(gather([row(x, 2) for x in points]), 2), 2)
+        for x in points:
+            x.mul_((radius / size).clamp(max=1))
+        return
+    if p != 1:
+        raise ValueError(f"There is no projection for p={p}: p must be 1, 2 or inf where there are several steps.")
+    theta = torch.zeros((), dtype=row(points[0], 1).dtype, device=points[0].device)
+    for _ in range(L1_PROJECTION_STEPS):
+        sums = []
+        for x in points:
+            magnitude = x.abs()
+            active = magnitude > theta
+            sums.append(torch.stack([(magnitude * active).sum(dtype=theta.dtype), active.sum(dtype=theta.dtype)]))
+        total, count = gather(sums).sum(dim=0)
+        theta = torch.maximum(theta, (total - radius) / count.clamp(min=1))
+    for x in points:
+        x.copy_(x.sign() * (x.abs() - theta).clamp_(min=0))
+
+
+def adaptive_scale(weight: Tensor, rho: float, eta: float | None) -> Tensor | float:
+    r"""Return T: rho, or ASAM's :math:`\rho (|w| + \eta)` where eta is given (in the working dtype)."""
+    return rho if eta is None else working_copy(weight).abs_().add_(eta).mul_(rho)
+
+
+def ascent_step(
+    grads: Sequence[Tensor],
+    *,
+    rho: float = 0.05,
+    p: float = 2.0,
+    scales: Sequence[Tensor | float] | None = None,
+) -> list[Tensor]:
+    r"""Return SAM's ascent step :math:`\hat\epsilon = \rho \operatorname{sign}(g) |g|^{q-1} / (\lVert g \rVert_q^q)^{1/p}`.
+
+    It maximises the linearised loss over the p-ball of radius rho (Foret et al., 2021, Eq. 2). The norm is joint over
+    all tensors, not per tensor. A zero or non-finite gradient gives a zero step.
+
+    Args:
+        grads: the gradient, a tensor for each parameter.
+        rho: the radius; not used where ``scales`` are given.
+        p: the norm of the ball, in [1, inf].
+        scales: T of each tensor, for radii of their own or for ASAM: :math:`\epsilon = T \odot dual_p(T \odot g)`.
+
+    Returns:
+        The step, in the shapes and dtypes of ``grads``.
+
+    Example:
+        >>> ascent_step([torch.tensor([3.0]), torch.tensor([4.0])], rho=0.5)
+        [tensor([0.3000]), tensor([0.4000])]
+    """
+    p, q = check_p(p), dual_exponent(p)
+    if not grads:
+        return []
+    scales = [check_rho(rho)] * len(grads) if scales is None else scales
+    scaled = [working_copy(g).mul_(t) for g, t in zip(grads, scales, strict=True)]
+    joint = join(torch.stack([row(u, q) for u in scaled]), q)
+    steps = [dual_(u, p, joint).mul_(t) for u, t in zip(scaled, scales, strict=True)]
+    return [as_like(step, g) for step, g in zip(steps, grads, strict=True)]
+
+
+def random_step(
+    like: Sequence[Tensor],
+    *,
+    rho: float = 0.05,
+    p: float = 2.0,
+    scales: Sequence[Tensor | float] | None = None,
+    generator: torch.Generator | None = None,
+) -> list[Tensor]:
+    r"""Return a Gaussian direction of p-norm rho, :math:`\rho z / \lVert z \rVert_p` (Foret et al., Appendix C.5).
+
+    The paper prints :math:`\rho / \lVert z \rVert_2^2`, a slip: its text asks for "a fixed Euclidean norm".
+
+    Args:
+        like: tensors whose shapes, dtypes and devices the step gets.
+        rho: the radius; not used where ``scales`` are given.
+        p: the norm of the ball, in [1, inf].
+        scales: T of each tensor: :math:`\epsilon = T \odot z / \lVert z \rVert_p`.
+        generator: where the noise comes from; torch's default generator if None.
+
+    Example:
+        >>> (step,) = random_step([torch.zeros(1000)], rho=0.5, generator=torch.Generator().manual_seed(0))
+        >>> round(step.norm().item(), 4)
+        0.5
+    """
+    p = check_p(p)
+    if not like:
+        return []
+    scales = [check_rho(rho)] * len(like) if scales is None else scales
+    noise = [working_copy(t).normal_(generator=generator) for t in like]
+    joint = join(torch.stack([row(z, p) for z in noise]), p)
+    steps = [rescale_(z, p, joint).mul_(t) for z, t in zip(noise, scales, strict=True)]
+    return [as_like(step, t) for step, t in zip(steps, like, strict=True)]
+
+
+def as_like(step: Tensor, like: Tensor) -> Tensor:
+    """Return a step computed in the working dtype in the dtype of the tensor it belongs to."""
+    return torch.view_as_complex(step).to(like.dtype) if like.is_complex() else step.to(like.dtype)
+
+
+def _nonzero(peak: Tensor) -> Tensor:
+    # 0 / 0 would be NaN where all is zero; NaN and inf stay as they are.
+    return torch.where(peak == 0, torch.ones_like(peak), peak)

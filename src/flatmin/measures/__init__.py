@@ -1,0 +1,1 @@
+"""How flat is a minimum: m-sharpness, Hessian spectra, loss landscapes, the bound, predictive power."""
