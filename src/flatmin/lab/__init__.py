@@ -1,0 +1,1 @@
+"""Real data, the paper's networks and a training engine (the extra ``lab``)."""

@@ -1,0 +1,1 @@
+"""Datasets, augmentation, label noise and the order in which examples are seen."""

@@ -1,0 +1,111 @@
+"""Augmentation of whole batches, as pure functions of images and keys (seed, epoch, example).
+
+Images are uint8 tensors (N, C, H, W) until `normalise` makes floats of them. What the functions draw depends
+neither on the batch an example is in nor on its place there, so a resumed or re-sharded run sees the same
+images.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flatmin.lab.data.randomness import Purpose, integers, uniform
+
+PADDING = 4  # Section 3.1: "padding by four pixels"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draw:
+    """The keys from which the random numbers of a batch are made."""
+
+    seed: int
+    """The run's seed."""
+    epoch: int
+    """The pass over the data."""
+    examples: NDArray[np.int64]
+    """The number of each image in its dataset."""
+
+    def integers(self, below: int, purpose: Purpose, *keys: int) -> Tensor:
+        """Return an integer in [0, below) for each image."""
+        return torch.from_numpy(integers(below, self.seed, purpose, self.epoch, *keys, self.examples))
+
+    def uniform(self, purpose: Purpose, *keys: int) -> Tensor:
+        """Return a number in [0, 1) for each image, float64."""
+        return torch.from_numpy(uniform(self.seed, purpose, self.epoch, *keys, self.examples))
+
+
+def flip_and_crop(images: Tensor, draw: Draw, padding: int = PADDING) -> Tensor:
+    """Mirror each image with probability 1/2, pad with black, cut out its size at a random place.
+
+    This is the paper's basic augmentation (Section 3.1).
+    """
+    height, width = images.shape[-2:]
+    flips = draw.integers(2, Purpose.FLIP).bool().to(images.device)
+    rows = draw.integers(2 * padding + 1, Purpose.CROP_ROW).to(images.device)
+    columns = draw.integers(2 * padding + 1, Purpose.CROP_COLUMN).to(images.device)
+    flipped = torch.where(flips[:, None, None, None], images.flip(-1), images)
+    padded = F.pad(flipped, (padding,) * 4)
+    # All windows of all images as a view (N, C, 2p + 1, 2p + 1, H, W); one of each is copied.
+    windows = padded.unfold(2, height, 1).unfold(3, width, 1)
+    return windows[torch.arange(len(images), device=images.device), :, rows, columns]
+
+
+def normalise(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
+    """Return uint8 images as float32 with (x / 255 - mean) / std in each channel, channels-last in memory."""
+    scale = 1 / (255 * torch.tensor(std, dtype=torch.float64))
+    shift = -torch.tensor(mean, dtype=torch.float64) / torch.tensor(std, dtype=torch.float64)
+    scale, shift = (t.float().to(images.device)[:, None, None] for t in (scale, shift))
+    return images.contiguous(memory_format=torch.channels_last).float().mul_(scale).add_(shift)
+
+
+def cutout(images: Tensor, draw: Draw, size: int, *, shared: bool = False) -> Tensor:
+    """Replace a square of each normalised image by the mean colour (0), in place (DeVries and Taylor, 2017).
+
+    The square's centre is uniform over the pixels, so that it may lie partly outside.
+
+    Args:
+        images: normalised, float.
+        draw: the keys of the images.
+        size: side of the square in pixels.
+        shared: one place for the whole batch, that of its first image, as in the reference code.
+
+    Returns:
+        ``images``.
+    """
+    height, width = images.shape[-2:]
+    centre_rows = draw.integers(height, Purpose.CUTOUT_ROW)
+    centre_columns = draw.integers(width, Purpose.CUTOUT_COLUMN)
+    if shared:
+        centre_rows, centre_columns = (c[:1].expand(len(images)) for c in (centre_rows, centre_columns))
+    inside_rows = _covered(centre_rows, height, size)[:, None, :, None]
+    inside_columns = _covered(centre_columns, width, size)[:, None, None, :]
+    return images.masked_fill_((inside_rows & inside_columns).to(images.device), 0.0)
+
+
+def resize(images: Tensor, size: int) -> Tensor:
+    """Return float images (N, C, H, W) at size x size pixels, bilinear, smoothed where they shrink."""
+    if images.shape[-2:] == (size, size):
+        return images
+    return F.interpolate(images, size=(size, size), mode="bilinear", align_corners=False, antialias=True)
+
+
+def mixup_weight(alpha: float, seed: int, epoch: int, batch: int) -> float:
+    r"""Return a batch's :math:`\lambda \sim \mathrm{Beta}(\alpha, \alpha)` (Zhang et al., 2018).
+
+    As in the authors' code, one weight is shared by the batch. It is 1 (nothing is mixed) for alpha 0.
+    """
+    if alpha == 0:
+        return 1.0
+    from scipy.special import betaincinv
+
+    return float(betaincinv(alpha, alpha, uniform(seed, Purpose.MIXUP_WEIGHT, epoch, batch)))
+
+
+def _covered(centres: Tensor, length: int, size: int) -> Tensor:
+    # Pixels centre - size // 2 .. centre - size // 2 + size - 1, as a mask (N, length).
+    offsets = torch.arange(length)[None, :] - (centres[:, None] - size // 2)
+    return (offsets >= 0) & (offsets < size)

@@ -1,0 +1,264 @@
+"""Reads a dataset through torchvision, splits it and makes its labels noisy.
+
+The only pickled files that are ever read are CIFAR's official batches, by torchvision, after their checksums
+were compared here.
+"""
+
+import gzip
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from flatmin.lab.data.catalog import FOLDER_PREFIX, DatasetInfo, dataset_info
+from flatmin.lab.data.digits import digits_test_indices, load_digits
+from flatmin.lab.data.images import DataError, FileImages, Images, MemoryImages
+from flatmin.lab.data.label_noise import noisy_labels, subset, validation_split
+from flatmin.lab.data.roots import DEBIAN_FASHION_MNIST, check_files, find_or_download, search_path
+from flatmin.lab.spec import Data
+
+FASHION_MNIST_FILES = {  # md5 of the uncompressed files: packages compress them anew
+    "train-images-idx3-ubyte": "f4a8712d7a061bf5bd6d2ca38dc4d50a",
+    "train-labels-idx1-ubyte": "9018921c3c673c538a1fc5bad174d6f9",
+    "t10k-images-idx3-ubyte": "8181f5470baa50b63fa0f6fddb340f0a",
+    "t10k-labels-idx1-ubyte": "15d484375f8d13e6eb1aabb0c3f46965",
+}
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dataset:
+    """What an experiment trains on and is tested on."""
+
+    train: Images
+    valid: Images | None
+    test: Images
+    info: DatasetInfo
+    flipped: NDArray[np.int64]
+    """Which training examples have a wrong label on purpose (numbers within ``train``)."""
+
+
+def load_dataset(data: Data, *, data_root: Path | None = None) -> Dataset:
+    """Read, split and (if asked) relabel a dataset.
+
+    The validation examples are set apart first, then the subset is drawn, then its labels are made noisy, so
+    that neither the validation nor the test labels are touched.
+
+    Args:
+        data: which dataset, and how it is to be divided.
+        data_root: the first folder in which it is looked for.
+
+    Raises:
+        DataError: it is missing or damaged.
+    """
+    info = dataset_info(data.name)
+    train: Images
+    test: Images
+    if info.in_memory:
+        train, test = _in_memory(data, data_root)
+    else:
+        train, test = _as_files(data, data_root, data.image_size or info.size)
+    info = replace(info, num_classes=info.num_classes or int(max(train.labels.max(), test.labels.max())) + 1)
+
+    kept, held_out = validation_split(len(train.labels), data.validation, data.seed)
+    valid = train.take(held_out) if len(held_out) else None
+    if data.train_size is not None:
+        if data.train_size > len(kept):
+            raise DataError(
+                f"data.train_size is {data.train_size}, but {data.name} has only {len(kept)} training "
+                "examples (beside the validation split). Choose a smaller number, or None for all."
+            )
+        kept = kept[subset(len(kept), data.train_size, data.seed)]
+    labels, flipped = noisy_labels(train.labels[kept], data.label_noise, info.num_classes, data.seed)
+    return Dataset(train=train.take(kept, labels), valid=valid, test=test, info=info, flipped=flipped)
+
+
+def _in_memory(data: Data, data_root: Path | None) -> tuple[MemoryImages, MemoryImages]:
+    match data.name:
+        case "digits":
+            images, labels = load_digits()
+            is_test = np.isin(np.arange(len(labels)), digits_test_indices(len(labels)))
+            return _memory(images[~is_test], labels[~is_test]), _memory(images[is_test], labels[is_test])
+        case "cifar10" | "cifar100":
+            return _cifar(data.name, data_root)
+        case "svhn":
+            return _svhn(data, data_root)
+        case "fashion-mnist":
+            return _fashion_mnist(data_root)
+    raise AssertionError(data.name)
+
+
+def _memory(pixels: NDArray[np.uint8], labels: NDArray[np.int64]) -> MemoryImages:
+    return MemoryImages(pixels=torch.from_numpy(np.ascontiguousarray(pixels)), labels=labels)
+
+
+def _cifar(name: str, data_root: Path | None) -> tuple[MemoryImages, MemoryImages]:
+    datasets = _torchvision_datasets()
+    kind = datasets.CIFAR10 if name == "cifar10" else datasets.CIFAR100
+    root = find_or_download(name, data_root, lambda target: kind(target, download=True))
+    checksums = [*kind.train_list, *kind.test_list, (kind.meta["filename"], kind.meta["md5"])]
+    check_files(name, root / kind.base_folder, [(file, md5) for file, md5 in checksums])
+
+    def read(train: bool) -> MemoryImages:
+        part = kind(root, train=train)
+        return _memory(part.data.transpose(0, 3, 1, 2), np.asarray(part.targets, dtype=np.int64))
+
+    return read(True), read(False)
+
+
+def _svhn(data: Data, data_root: Path | None) -> tuple[MemoryImages, MemoryImages]:
+    kind = _torchvision_datasets().SVHN
+    splits = ["train", "extra", "test"] if data.extra else ["train", "test"]
+
+    def download(target: Path) -> None:
+        for split in splits:
+            kind(target, split=split, download=True)
+
+    root = find_or_download("svhn", data_root, download)
+    check_files("svhn", root, [(kind.split_list[split][1], kind.split_list[split][2]) for split in splits])
+    parts = {split: kind(root, split=split) for split in splits}
+    train = [parts[split] for split in splits if split != "test"]
+    pixels = np.concatenate([part.data for part in train])
+    labels = np.concatenate([part.labels for part in train])
+    return _memory(pixels, labels), _memory(parts["test"].data, parts["test"].labels)
+
+
+def _fashion_mnist(data_root: Path | None) -> tuple[MemoryImages, MemoryImages]:
+    folders = [
+        root / part for root in search_path(data_root) for part in ("FashionMNIST/raw", "fashion-mnist")
+    ]
+    folders.append(DEBIAN_FASHION_MNIST)
+    folder = next((f for f in folders if any(f.glob("train-images-idx3-ubyte*"))), None)
+    if folder is None:
+        kind = _torchvision_datasets().FashionMNIST
+        root = find_or_download("fashion-mnist", data_root, lambda target: kind(target, download=True))
+        folder = root / "FashionMNIST/raw"
+    arrays = {name: _read_idx(folder, name) for name in FASHION_MNIST_FILES}
+
+    def part(prefix: str) -> MemoryImages:
+        pixels, labels = arrays[f"{prefix}-images-idx3-ubyte"], arrays[f"{prefix}-labels-idx1-ubyte"]
+        return _memory(pixels.reshape(-1, 1, 28, 28), labels.astype(np.int64))
+
+    return part("train"), part("t10k")
+
+
+def _read_idx(folder: Path, name: str) -> NDArray[np.uint8]:
+    """Return the bytes behind the header of an IDX file (4 bytes of magic, then 4 for each dimension)."""
+    raw, packed = folder / name, folder / f"{name}.gz"
+    path = raw if raw.is_file() else packed
+    try:
+        content = raw.read_bytes() if raw.is_file() else gzip.decompress(packed.read_bytes())
+    except FileNotFoundError:
+        raise DataError(f"{raw} (or {packed.name}) is missing: Fashion-MNIST is incomplete.") from None
+    except (OSError, EOFError, gzip.zlib.error) as error:  # type: ignore[attr-defined]
+        raise DataError(f"{path} is damaged or incomplete: {error}. Fetch it again.") from error
+    if hashlib.md5(content, usedforsecurity=False).hexdigest() != FASHION_MNIST_FILES[name]:
+        raise DataError(
+            f"{path} is damaged or incomplete: the md5 of its content is not "
+            f"{FASHION_MNIST_FILES[name]}. Fetch it again."
+        )
+    return np.frombuffer(content, dtype=np.uint8, offset=4 * (1 + content[3])).copy()
+
+
+def _as_files(data: Data, data_root: Path | None, size: int) -> tuple[FileImages, FileImages]:
+    pool = ThreadPoolExecutor(max_workers=os.cpu_count(), thread_name_prefix="decode")
+    listings = (
+        _class_folders(Path(data.name.removeprefix(FOLDER_PREFIX)))
+        if data.name.startswith(FOLDER_PREFIX)
+        else _listings(data.name, data_root)
+    )
+
+    def images(listing: Sequence[tuple[Path, int]]) -> FileImages:
+        paths = [path for path, _ in listing]
+        missing = next((path for path in paths if not path.is_file()), None)
+        if missing is not None:
+            raise DataError(f"{missing} is missing: {data.name} is incomplete. Fetch it again.")
+        labels = np.array([label for _, label in listing], dtype=np.int64)
+        return FileImages(
+            paths=paths, labels=labels, size=size, random_crop=data.augment == "imagenet", pool=pool
+        )
+
+    return images(listings[0]), images(listings[1])
+
+
+Listing = list[tuple[Path, int]]
+
+
+def _listings(name: str, data_root: Path | None) -> tuple[Listing, Listing]:
+    """Return (file, class) of all training and of all test images of a dataset that torchvision knows."""
+    datasets = _torchvision_datasets()
+    kinds: dict[str, tuple[Any, tuple[str, ...], str]] = {
+        "imagenet": (datasets.ImageNet, ("train",), "val"),
+        "aircraft": (datasets.FGVCAircraft, ("trainval",), "test"),
+        "flowers102": (datasets.Flowers102, ("train", "val"), "test"),
+        "pets": (datasets.OxfordIIITPet, ("trainval",), "test"),
+        "cars": (datasets.StanfordCars, ("train",), "test"),
+        "food101": (datasets.Food101, ("train",), "test"),
+    }
+    kind, train_splits, test_split = kinds[name]
+    info = dataset_info(name)
+    download: Callable[[Path], None] | None = None
+    if info.downloadable:
+        download = lambda target: kind(target, split=test_split, download=True)  # noqa: E731
+    root = find_or_download(name, data_root, download)
+    if name == "flowers102":
+        check_files(name, root / "flowers-102", [kind._file_dict["label"], kind._file_dict["setid"]])
+    if name == "imagenet":
+        root = root / "imagenet"
+
+    def listing(split: str) -> Listing:
+        try:
+            if name == "pets":  # the one without a `loader`
+                part = kind(root, split=split)
+                return [
+                    (Path(path), int(label)) for path, label in zip(part._images, part._labels, strict=True)
+                ]
+            part = kind(root, split=split, loader=_path_itself)
+            return [(Path(path), int(label)) for path, label in (part[i] for i in range(len(part)))]
+        except (RuntimeError, OSError, ValueError, KeyError) as error:
+            raise DataError(
+                f"{name} in {root} is incomplete or damaged: {error} "
+                f"It needs {info.files} (source: {info.source})."
+            ) from error
+
+    return [pair for split in train_splits for pair in listing(split)], listing(test_split)
+
+
+def _class_folders(folder: Path) -> tuple[Listing, Listing]:
+    """Return (file, class) of PATH/train/CLASS/* and PATH/test/CLASS/*; classes are numbered by name."""
+    ImageFolder = _torchvision_datasets().ImageFolder
+    parts = []
+    for split in ("train", "test"):
+        try:
+            parts.append(ImageFolder(folder / split, loader=_path_itself))
+        except FileNotFoundError as error:
+            raise DataError(
+                f"folder:{folder} needs {folder}/train/CLASS/ and {folder}/test/CLASS/ with images: {error}"
+            ) from error
+    train, test = parts
+    if train.classes != test.classes:
+        only = sorted(set(train.classes) ^ set(test.classes))
+        raise DataError(
+            f"{folder}/train and {folder}/test must have the same classes; only one of them has {only}."
+        )
+    return tuple([(Path(path), label) for path, label in part.samples] for part in parts)  # type: ignore[return-value]
+
+
+def _path_itself(path: str | Path) -> str | Path:
+    # Given to torchvision as the image loader: it then tells file and class of each example, and decodes
+    # nothing.
+    return path
+
+
+def _torchvision_datasets() -> Any:
+    # Not at the top: the embedded digits, and with them the demonstration, need no torchvision.
+    from flatmin.lab.torchvision_operators import torchvision
+
+    return torchvision.datasets

@@ -1,0 +1,181 @@
+"""The order of the examples, their division among workers, and the way from bytes to a batch.
+
+The global batches of an epoch depend only on the seed. With W workers each takes its part of every global
+batch, so no example is lost or seen twice, whatever W is.
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flatmin.lab.data import augment
+from flatmin.lab.data.augment import Draw
+from flatmin.lab.data.catalog import DatasetInfo
+from flatmin.lab.data.images import FileImages, Images
+from flatmin.lab.data.randomness import Purpose, permutation
+from flatmin.lab.spec import Data
+
+EVALUATION_BATCH = 500
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """One worker's part of a global batch."""
+
+    number: int
+    """Which batch of the epoch."""
+    examples: NDArray[np.int64]
+    """The numbers of its examples in the dataset."""
+    inputs: Tensor
+    """(n, C, H, W), float32."""
+    labels: Tensor
+    """(n,), int64."""
+    partner_labels: Tensor
+    """(n,), the classes of the images that Mixup mixed in; equal to ``labels`` without."""
+    own_weight: float
+    """Mixup's lambda: the part that ``labels`` have in image and loss; 1 without."""
+    share: float
+    """n times the number of workers, divided by the size of the global batch."""
+
+    def split(self, parts: int) -> "list[Batch]":
+        """Return micro-batches of equal size (to within one); their shares add up to ``share``."""
+        cuts = even_cuts(len(self.examples), parts)
+        return [
+            Batch(
+                number=self.number,
+                examples=self.examples[a:b],
+                inputs=self.inputs[a:b],
+                labels=self.labels[a:b],
+                partner_labels=self.partner_labels[a:b],
+                own_weight=self.own_weight,
+                share=self.share * (b - a) / len(self.examples),
+            )
+            for a, b in pairwise(cuts)
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """Makes batches of a set of images, for one worker of several."""
+
+    data: Data
+    info: DatasetInfo
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    seed: int
+    """The run's seed: order and augmentation."""
+    device: torch.device
+    worker: int = 0
+    num_workers: int = 1
+
+    def training(self, images: Images, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """Yield the batches of an epoch, from batch number ``start`` on, shuffled and augmented."""
+        batches = epoch_batches(len(images.labels), self.data, self.seed, epoch)
+        jobs = [(number, batches[number]) for number in range(start, len(batches))]
+        if not isinstance(images, FileImages):
+            for number, examples in jobs:
+                yield self._training_batch(images, epoch, number, examples)
+            return
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch") as ahead:
+            # Files are decoded while the network works on the batch before.
+            future = None
+            for number, examples in jobs:
+                following = ahead.submit(self._training_batch, images, epoch, number, examples)
+                if future is not None:
+                    yield future.result()
+                future = following
+            if future is not None:
+                yield future.result()
+
+    def evaluation(self, images: Images) -> Iterator[Batch]:
+        """Yield this worker's part of a set, in order, each example once, without augmentation."""
+        cuts = even_cuts(len(images.labels), self.num_workers)
+        mine = np.arange(cuts[self.worker], cuts[self.worker + 1])
+        for number, start in enumerate(range(0, len(mine), EVALUATION_BATCH)):
+            examples = mine[start : start + EVALUATION_BATCH]
+            inputs = self._inputs(images, Draw(seed=self.seed, epoch=0, examples=examples), augmented=False)
+            labels = torch.from_numpy(images.labels[examples]).to(self.device)
+            yield Batch(
+                number=number,
+                examples=examples,
+                inputs=inputs,
+                labels=labels,
+                partner_labels=labels,
+                own_weight=1.0,
+                share=1.0,
+            )
+
+    def _training_batch(self, images: Images, epoch: int, number: int, examples: NDArray[np.int64]) -> Batch:
+        cuts = even_cuts(len(examples), self.num_workers)
+        mine = slice(cuts[self.worker], cuts[self.worker + 1])
+        own = examples[mine]
+        weight = augment.mixup_weight(self.data.mixup, self.seed, epoch, number)
+        if weight == 1.0:
+            partners, needed, places = own, own, np.arange(len(own))
+        else:
+            # Partners come from the global batch, so that the mixtures do not depend on the number of
+            # workers.
+            partners = examples[permutation(len(examples), self.seed, Purpose.MIXUP_PARTNER, epoch, number)][
+                mine
+            ]
+            needed, places = np.unique(np.concatenate([own, partners]), return_inverse=True)
+        inputs = self._inputs(images, Draw(seed=self.seed, epoch=epoch, examples=needed), augmented=True)
+        if weight != 1.0:
+            own_places, partner_places = torch.from_numpy(places.reshape(2, -1)).to(self.device)
+            inputs = inputs[own_places].mul_(weight).add_(inputs[partner_places], alpha=1 - weight)
+        return Batch(
+            number=number,
+            examples=own,
+            inputs=inputs,
+            labels=torch.from_numpy(images.labels[own]).to(self.device),
+            partner_labels=torch.from_numpy(images.labels[partners]).to(self.device),
+            own_weight=weight,
+            share=len(own) * self.num_workers / len(examples),
+        )
+
+    def _inputs(self, images: Images, draw: Draw, *, augmented: bool) -> Tensor:
+        kind = self.data.augment if augmented else "none"
+        pixels = images.fetch(draw, augment=augmented).to(self.device)
+        svhn_policy = kind == "autoaugment" and self.info.policy == "svhn"
+        if kind in ("basic", "cutout", "autoaugment") and not svhn_policy:
+            pixels = augment.flip_and_crop(pixels, draw)
+        if kind == "autoaugment":
+            from flatmin.lab.data.autoaugment import (
+                auto_augment,
+            )  # needs torchvision, which is slow to import
+
+            pixels = auto_augment(pixels, draw, self.info.policy)
+        inputs = augment.normalise(pixels, self.mean, self.std)
+        if kind in ("cutout", "autoaugment"):
+            inputs = augment.cutout(inputs, draw, self.data.cutout_size, shared=self.data.cutout_shared)
+        return augment.resize(inputs, self.data.image_size) if self.data.image_size else inputs
+
+
+def epoch_batches(size: int, data: Data, seed: int, epoch: int) -> list[NDArray[np.int64]]:
+    """Return the examples of each global batch of an epoch.
+
+    Every example is in exactly one batch, and the sizes of batches differ by at most one; with ``drop_last``
+    all have exactly ``batch_size`` examples and the remainder is left out of this epoch.
+    """
+    order = permutation(size, seed, Purpose.ORDER, epoch)
+    if data.drop_last and size >= data.batch_size:
+        cuts = list(range(0, size + 1, data.batch_size))
+    else:
+        cuts = even_cuts(size, -(-size // data.batch_size))
+    return [order[a:b] for a, b in pairwise(cuts)]
+
+
+def even_cuts(size: int, parts: int) -> list[int]:
+    """Return where to cut ``size`` things into parts whose sizes differ by at most one.
+
+    Example:
+        >>> even_cuts(10, 4)
+        [0, 2, 5, 7, 10]
+    """
+    return [size * i // parts for i in range(parts + 1)]

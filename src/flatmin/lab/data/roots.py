@@ -1,0 +1,82 @@
+"""Finds datasets on disk, fetches them where that is possible, and compares checksums."""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import platformdirs
+
+from flatmin.lab.data.catalog import DATASETS, dataset_info
+from flatmin.lab.data.images import DataError
+
+ENVIRONMENT_VARIABLE = "FLATMIN_DATA"
+DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  # the package dataset-fashion-mnist
+
+
+def search_path(data_root: Path | None = None) -> list[Path]:
+    """Return the folders in which datasets are looked for, best first.
+
+    They are ``data_root`` (``--data-root``), the environment's FLATMIN_DATA, ./data and the user's cache.
+    """
+    roots = [data_root] if data_root is not None else []
+    if os.environ.get(ENVIRONMENT_VARIABLE):
+        roots.append(Path(os.environ[ENVIRONMENT_VARIABLE]))
+    return [*roots, Path("data"), platformdirs.user_cache_path("flatmin", appauthor=False) / "data"]
+
+
+def find_or_download(name: str, data_root: Path | None, download: Callable[[Path], None] | None) -> Path:
+    """Return the folder that holds a dataset; fetch it if there is none.
+
+    Args:
+        name: of the dataset, as in the catalogue.
+        data_root: the first folder to look in, and the one to download to.
+        download: fetches the dataset into a folder; None where nobody offers it.
+
+    Raises:
+        DataError: it is nowhere and cannot be fetched; the message says which files to put where.
+    """
+    info = DATASETS[name]
+    roots = search_path(data_root)
+    for root in roots:
+        if (root / info.marker).exists():
+            return root
+    explicit = data_root is not None or os.environ.get(ENVIRONMENT_VARIABLE)
+    target = roots[0] if explicit else roots[-1]
+    reason = "It has to be fetched by hand."
+    if download is not None:
+        try:
+            target.mkdir(parents=True, exist_ok=True)
+            download(target)
+            return target
+        except (OSError, RuntimeError) as error:  # no network, no room, a wrong checksum
+            reason = f"Downloading it failed ({type(error).__name__}: {error})."
+    raise DataError(
+        f"{name} is in none of {', '.join(str(r) for r in roots)}. {reason} Put {info.files} into {target} "
+        f"(source: {info.source}), "
+        f"or name the folder that holds them with --data-root or {ENVIRONMENT_VARIABLE}."
+    )
+
+
+def check_files(name: str, folder: Path, checksums: Iterable[tuple[str, str]]) -> None:
+    """Compare files with their md5 checksums.
+
+    Raises:
+        DataError: a file is missing or differs; the message names it.
+    """
+    for relative, md5 in checksums:
+        path = folder / relative
+        if not path.is_file():
+            raise DataError(f"{path} is missing: {name} is incomplete. {_remedy(name)}")
+        if file_md5(path) != md5:
+            raise DataError(f"{path} is damaged or incomplete: its md5 is not {md5}. {_remedy(name)}")
+
+
+def file_md5(path: Path) -> str:
+    """Return the md5 of a file as hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+
+
+def _remedy(name: str) -> str:
+    return f"Remove it and fetch it again (source: {dataset_info(name).source}). Nothing was trained on it."

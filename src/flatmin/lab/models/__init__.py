@@ -1,0 +1,1 @@
+"""The paper's networks, written here, and everything in timm by name."""

@@ -1,0 +1,102 @@
+"""From a `Model` spec to a network: the paper's small networks from here, all others from timm."""
+
+from typing import Any
+
+from torch import nn
+
+from flatmin.lab.models.names import check_model_name
+from flatmin.lab.models.plain_cnn import PlainCNN
+from flatmin.lab.models.pyramidnet import PyramidNet
+from flatmin.lab.models.resnet_cifar import ResNetCifar, Shortcut
+from flatmin.lab.models.shake_shake import ShakeShakeNet
+from flatmin.lab.models.weights import ModelError, load_weights
+from flatmin.lab.models.wide_resnet import WideResNet
+from flatmin.lab.spec import Model
+
+
+def build_model(model: Model, *, num_classes: int, in_channels: int = 3) -> nn.Module:
+    """Return a freshly initialised network (from torch's generator), or one with a checkpoint's weights.
+
+    Args:
+        model: which network, and which checkpoint.
+        num_classes: outputs.
+        in_channels: colour channels of the images.
+
+    Raises:
+        ModelError: timm has no such network, or the checkpoint cannot be used; the message says why.
+    """
+    network = _fresh(model, num_classes, in_channels)
+    if model.checkpoint is not None:
+        load_weights(network, model.checkpoint, head=head_name(network), head_choice=model.head)
+    return network
+
+
+def head_name(network: nn.Module) -> str:
+    """Return the name of the last layer, ``head`` in the networks written here."""
+    # timm's networks say it in their configuration; of several classifiers the first is the network's own.
+    configuration: dict[str, Any] = getattr(network, "pretrained_cfg", {})
+    name = configuration.get("classifier", "head")
+    return str(name[0] if isinstance(name, (tuple, list)) else name)
+
+
+def input_statistics(network: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+    """Return the mean and standard deviation a network of timm was made for, if it says so."""
+    configuration: dict[str, Any] = getattr(network, "pretrained_cfg", {})
+    if "mean" not in configuration or "std" not in configuration:
+        return None
+    return tuple(configuration["mean"]), tuple(configuration["std"])
+
+
+def freeze_batch_norm(network: nn.Module) -> None:
+    """Let batch norm normalise with its statistics and leave them, "as we would at test time" (Appendix C.2).
+
+    Its scale and shift are trained on. To be called after every ``network.train()``.
+    """
+    for layer in network.modules():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            layer.eval()
+
+
+def _fresh(model: Model, num_classes: int, in_channels: int) -> nn.Module:
+    name = check_model_name(model.name)
+    match name.family:
+        case "wrn":
+            return WideResNet(
+                name.depth,
+                name.width,
+                num_classes=num_classes,
+                in_channels=in_channels,
+                batch_norm=model.norm == "batch",
+            )
+        case "resnet":
+            shortcuts: dict[str, Shortcut] = {"": "identity", "projection": "projection", "noshort": "none"}
+            return ResNetCifar(
+                name.depth, num_classes=num_classes, in_channels=in_channels, shortcut=shortcuts[name.variant]
+            )
+        case "shake-shake":
+            return ShakeShakeNet(name.depth, name.width, num_classes=num_classes, in_channels=in_channels)
+        case "pyramidnet":
+            return PyramidNet(
+                name.depth,
+                name.alpha,
+                num_classes=num_classes,
+                in_channels=in_channels,
+                shakedrop=name.variant == "shakedrop",
+            )
+        case "cnn":
+            return PlainCNN(name.width, num_classes=num_classes, in_channels=in_channels)
+    return _from_timm(name.timm_name, num_classes, in_channels)
+
+
+def _from_timm(name: str, num_classes: int, in_channels: int) -> nn.Module:
+    import flatmin.lab.torchvision_operators  # noqa: F401  (timm imports torchvision)
+
+    import timm  # isort: skip
+
+    if not timm.is_model(name):
+        close = timm.list_models(f"*{name.split('_')[0]}*")[:8]
+        raise ModelError(
+            f"timm {timm.__version__} has no network {name!r}. It has, for example: {', '.join(close)}."
+        )
+    network: nn.Module = timm.create_model(name, num_classes=num_classes, in_chans=in_channels)
+    return network

@@ -1,0 +1,26 @@
+"""What the networks written here share: a convolution, the option-A shortcut and the start of the weights."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def conv3x3(in_channels: int, channels: int, stride: int = 1, *, bias: bool = False) -> nn.Conv2d:
+    """Return a 3x3 convolution that keeps the size (divided by the stride)."""
+    return nn.Conv2d(in_channels, channels, 3, stride, padding=1, bias=bias)
+
+
+def initialise(network: nn.Module) -> None:
+    """Start as He et al. (2015): convolutions normal with variance 2 / fan_out, biases 0, norms 1 and 0.
+
+    The last layer keeps torch's uniform start, with a bias of 0.
+    """
+    for layer in network.modules():
+        if isinstance(layer, nn.Conv2d):
+            nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+        if isinstance(layer, (nn.Conv2d, nn.Linear)) and layer.bias is not None:
+            nn.init.zeros_(layer.bias)
+
+
+def pad_channels(x: Tensor, channels: int) -> Tensor:
+    """Return x (N, c, H, W) with zero channels behind, ``channels`` in all."""
+    return F.pad(x, (0, 0, 0, 0, 0, channels - x.shape[1])) if channels > x.shape[1] else x

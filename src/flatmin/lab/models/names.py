@@ -1,0 +1,100 @@
+"""The names of networks: which there are, and what the numbers in them mean. Needs neither torch nor timm."""
+
+import re
+from dataclasses import dataclass
+
+FAMILIES = {
+    "wrn": r"wrn-(?P<depth>\d+)-(?P<width>\d+)",
+    "resnet": r"resnet-(?P<depth>20|32|44|56|110)(?:-(?P<variant>projection|noshort))?",
+    "shake-shake": r"shake-shake-(?P<depth>\d+)-2x(?P<width>\d+)d",
+    "pyramidnet": r"pyramidnet-(?P<depth>\d+)-(?P<alpha>\d+)(?:-(?P<variant>shakedrop))?",
+    "cnn": r"cnn-(?P<width>\d+)",
+    "timm": r"timm/(?P<name>[\w.]+)",
+}
+
+SHORT_NAMES_IN_TIMM = {
+    "resnet-50": "resnet50",
+    "resnet-101": "resnet101",
+    "resnet-152": "resnet152",
+    "efficientnet-b7": "tf_efficientnet_b7",
+    "efficientnet-l2": "tf_efficientnet_l2",
+}
+"""The paper's ImageNet networks in timm (``tf_`` pads as the published weights need it)."""
+
+EXAMPLES = {
+    "wrn-28-10": "Wide ResNet (Table 1); also wrn-40-2, wrn-16-2, ...; norm=none is without batch norm",
+    "resnet-32": "ResNet for CIFAR: 20, 32, 44, 56, 110 (label noise); -projection: 1x1 shortcuts",
+    "resnet-56-noshort": "ResNet without residual connections (Figure 1)",
+    "shake-shake-26-2x96d": "Shake-Shake (Table 1); also narrower, 2x32d",
+    "pyramidnet-272-200": "PyramidNet, bottleneck, alpha 200 (Table 1); also smaller, pyramidnet-29-24",
+    "pyramidnet-272-200-shakedrop": "PyramidNet with ShakeDrop (Table 1)",
+    "cnn-32": "three plain convolutions, ours, for the demonstration",
+    "resnet-50": "ResNet-50, -101, -152 for ImageNet (Table 2), from timm",
+    "efficientnet-b7": "EfficientNet-b7 and -l2 (fine-tuning), from timm",
+    "timm/NAME": "every other network in timm",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParsedName:
+    """A network's family and the numbers of its name."""
+
+    family: str
+    depth: int = 0
+    width: int = 0
+    alpha: int = 0
+    variant: str = ""
+    timm_name: str = ""
+
+
+def check_model_name(name: str) -> ParsedName:
+    """Return what a name means.
+
+    Raises:
+        ValueError: there is no such network; the message, to follow "must be", says what is allowed.
+
+    Example:
+        >>> check_model_name("wrn-28-10")
+        ParsedName(family='wrn', depth=28, width=10, alpha=0, variant='', timm_name='')
+    """
+    if name in SHORT_NAMES_IN_TIMM:
+        return ParsedName(family="timm", timm_name=SHORT_NAMES_IN_TIMM[name])
+    for family, pattern in FAMILIES.items():
+        match = re.fullmatch(pattern, name)
+        if match is None:
+            continue
+        parts = match.groupdict()
+        parsed = ParsedName(
+            family=family,
+            depth=int(parts.get("depth") or 0),
+            width=int(parts.get("width") or 0),
+            alpha=int(parts.get("alpha") or 0),
+            variant=parts.get("variant") or "",
+            timm_name=parts.get("name") or "",
+        )
+        _check_numbers(parsed)
+        return parsed
+    raise ValueError(f"the name of a network, such as {', '.join(EXAMPLES)} (`flatmin list` explains them)")
+
+
+def _check_numbers(parsed: ParsedName) -> None:
+    if parsed.family == "wrn" and not (
+        parsed.depth >= 10 and (parsed.depth - 4) % 6 == 0 and parsed.width >= 1
+    ):
+        raise ValueError(
+            "wrn-DEPTH-WIDTH with DEPTH = 6 n + 4 (10, 16, 22, 28, 40, ...) and WIDTH at least 1"
+        )
+    if parsed.family == "shake-shake" and not (
+        parsed.depth >= 8 and (parsed.depth - 2) % 6 == 0 and parsed.width >= 1
+    ):
+        raise ValueError(
+            "shake-shake-DEPTH-2xWIDTHd with DEPTH = 6 n + 2 (8, 14, 20, 26, ...) and WIDTH at least 1"
+        )
+    if parsed.family == "pyramidnet" and not (
+        parsed.depth >= 11 and (parsed.depth - 2) % 9 == 0 and parsed.alpha >= 1
+    ):
+        raise ValueError(
+            "pyramidnet-DEPTH-ALPHA with DEPTH = 9 n + 2 (11, 20, 29, ..., 272) and ALPHA at least 1"
+        )
+    if parsed.family == "cnn" and parsed.width < 1:
+        raise ValueError("cnn-WIDTH with WIDTH at least 1")

@@ -1,0 +1,83 @@
+"""Shake-Shake networks: ResNets with two residual branches that are mixed at random (Gastaldi, 2017)."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flatmin.lab.models.layers import conv3x3, initialise
+from flatmin.lab.models.shake import ShakeShake
+
+
+class ShakeShortcut(nn.Module):
+    """The input and its shift by one pixel, at every other pixel, through 1x1 convolutions and norm."""
+
+    def __init__(self, in_channels: int, channels: int, stride: int) -> None:
+        super().__init__()
+        self.stride = stride
+        self.conv1 = nn.Conv2d(in_channels, channels // 2, 1, bias=False)
+        self.conv2 = nn.Conv2d(in_channels, channels - channels // 2, 1, bias=False)
+        self.norm = nn.BatchNorm2d(channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the shortcut's output."""
+        x = F.relu(x)
+        # The second path sees the input one pixel further, so that no pixel is lost.
+        shifted = F.pad(x[:, :, 1:, 1:], (0, 1, 0, 1)) if self.stride > 1 else x
+        first = self.conv1(x[:, :, :: self.stride, :: self.stride])
+        second = self.conv2(shifted[:, :, :: self.stride, :: self.stride])
+        out: Tensor = self.norm(torch.cat([first, second], dim=1))
+        return out
+
+
+class ShakeBlock(nn.Module):
+    """Two branches of ReLU, convolution, norm, ReLU, convolution, norm, mixed, on top of the shortcut."""
+
+    def __init__(self, in_channels: int, channels: int, stride: int) -> None:
+        super().__init__()
+        self.branch1 = self._branch(in_channels, channels, stride)
+        self.branch2 = self._branch(in_channels, channels, stride)
+        self.shake = ShakeShake()
+        self.shortcut: nn.Module | None = None
+        if stride != 1 or in_channels != channels:
+            self.shortcut = ShakeShortcut(in_channels, channels, stride)
+
+    @staticmethod
+    def _branch(in_channels: int, channels: int, stride: int) -> nn.Module:
+        return nn.Sequential(
+            nn.ReLU(),
+            conv3x3(in_channels, channels, stride),
+            nn.BatchNorm2d(channels),
+            nn.ReLU(),
+            conv3x3(channels, channels),
+            nn.BatchNorm2d(channels),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the block's output."""
+        mixed = self.shake(self.branch1(x), self.branch2(x))
+        out: Tensor = mixed + (x if self.shortcut is None else self.shortcut(x))
+        return out
+
+
+class ShakeShakeNet(nn.Module):
+    """Depth 6 n + 2 ("26 2x96d"): three groups of n blocks with width, 2 width and 4 width channels."""
+
+    def __init__(self, depth: int, width: int, *, num_classes: int, in_channels: int = 3) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = conv3x3(in_channels, 16), nn.BatchNorm2d(16)
+        blocks: list[nn.Module] = []
+        last = 16
+        for group, channels in enumerate((width, 2 * width, 4 * width)):
+            for i in range((depth - 2) // 6):
+                stride = 2 if group > 0 and i == 0 else 1
+                blocks.append(ShakeBlock(last, channels, stride))
+                last = channels
+        self.blocks = nn.Sequential(*blocks)
+        self.head = nn.Linear(last, num_classes)
+        initialise(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits (N, num_classes) of images (N, C, H, W)."""
+        features = F.relu(self.blocks(self.norm1(self.conv1(x))))
+        logits: Tensor = self.head(features.mean((2, 3)))
+        return logits

@@ -1,0 +1,110 @@
+"""Puts the weights of a local file into a network; only plain tensors are ever unpickled."""
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+PREFIXES = ("module.", "_orig_mod.")  # what DistributedDataParallel and torch.compile put in front of names
+WRAPPERS = ("state_dict", "model", "network")  # under which training scripts keep the weights
+
+
+class ModelError(RuntimeError):
+    """A network or its weights cannot be had; the message says why and what to do."""
+
+
+def load_weights(
+    network: nn.Module, path: str, *, head: str, head_choice: Literal["auto", "new", "keep"] = "auto"
+) -> None:
+    """Load a checkpoint file into a network, in place.
+
+    Args:
+        network: gets the weights; its last layer is freshly initialised already.
+        path: a .safetensors file, or one of torch's.
+        head: the name of the last layer.
+        head_choice: ``new`` leaves the last layer as it is, ``keep`` takes the file's, ``auto`` takes the
+            file's where its shape is the same.
+
+    Raises:
+        ModelError: the file is missing, damaged, or belongs to another network.
+    """
+    weights = _rename_like(network, read_weights(path))
+    own = network.state_dict()
+    head_keys = [key for key in own if key.startswith(f"{head}.")]
+    same_shape = all(key in weights and weights[key].shape == own[key].shape for key in head_keys)
+    if head_choice == "keep" and not same_shape:
+        raise ModelError(
+            f"model.head is keep, but the last layer of {path} has {_shape(weights, head)} and the network "
+            f"{_shape(own, head)}. Use model.head new for another number of classes."
+        )
+    if head_choice == "new" or not same_shape:
+        weights = {**weights, **{key: own[key] for key in head_keys}}
+    missing = sorted(own.keys() - weights.keys())
+    unknown = sorted(weights.keys() - own.keys())
+    wrong = sorted(key for key in own.keys() & weights.keys() if own[key].shape != weights[key].shape)
+    if missing or unknown or wrong:
+        raise ModelError(
+            f"{path} does not belong to this network: {len(missing)} tensors are missing {missing[:3]}, "
+            f"{len(unknown)} unknown {unknown[:3]}, {len(wrong)} of another shape {wrong[:3]}."
+        )
+    network.load_state_dict(weights)
+
+
+def read_weights(path: str) -> dict[str, Tensor]:
+    """Return the named tensors of a file.
+
+    Raises:
+        ModelError: the file is missing or damaged, or holds anything but tensors.
+    """
+    if not Path(path).is_file():
+        raise ModelError(f"model.checkpoint: there is no file {path}.")
+    try:
+        if path.endswith(".safetensors"):
+            content: Any = load_file(path)
+        else:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        raise ModelError(
+            f"model.checkpoint: {path} cannot be read ({str(error).splitlines()[0]}). It is damaged, or "
+            "holds more than tensors: pickled objects are never loaded. Save a state_dict, or use safetensors."
+        ) from error
+    for wrapper in WRAPPERS:
+        if isinstance(content, Mapping) and isinstance(content.get(wrapper), Mapping):
+            content = content[wrapper]
+    if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
+        raise ModelError(f"model.checkpoint: {path} holds no mapping of names to tensors.")
+    return {_without_prefixes(name): tensor for name, tensor in content.items()}
+
+
+def _without_prefixes(name: str) -> str:
+    for prefix in PREFIXES:
+        name = name.removeprefix(prefix)
+    return name
+
+
+def _rename_like(network: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Give timm's names to an EfficientNet of the package efficientnet_pytorch and its descendants.
+
+    Both have the same layers in the same order, under other names (``_blocks.3._depthwise_conv`` and
+    ``blocks.2.0.conv_dw``). Order, kind (weight, bias, running_mean, ...) and shape of all but the last layer
+    must agree.
+    """
+    if "_conv_stem.weight" not in weights:
+        return weights
+    own = network.state_dict()
+    renamed = dict(zip(own, weights.values(), strict=False))
+    same_kinds = [a.rpartition(".")[2] for a in own] == [b.rpartition(".")[2] for b in weights]
+    body = list(own)[:-2]
+    if not same_kinds or any(own[key].shape != renamed[key].shape for key in body):
+        return weights
+    return renamed
+
+
+def _shape(weights: Mapping[str, Tensor], head: str) -> str:
+    weight = weights.get(f"{head}.weight")
+    return "no such layer" if weight is None else f"{weight.shape[0]} classes"

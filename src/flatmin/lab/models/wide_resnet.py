@@ -1,0 +1,72 @@
+"""Wide ResNets for small images (Zagoruyko and Komodakis, 2016), with batch norm or without."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flatmin.lab.models.layers import conv3x3, initialise
+
+
+class WideBlock(nn.Module):
+    """Norm, ReLU, convolution, twice, on top of the identity (or a 1x1 convolution where the shape changes).
+
+    Without batch norm the residual branch is multiplied by a learned scalar that starts at 0 (SkipInit: De
+    and Smith, 2020), so that every block starts as its shortcut, and the convolutions have biases.
+    """
+
+    def __init__(self, in_channels: int, channels: int, stride: int, *, batch_norm: bool) -> None:
+        super().__init__()
+        self.norm1 = nn.BatchNorm2d(in_channels) if batch_norm else nn.Identity()
+        self.conv1 = conv3x3(in_channels, channels, stride, bias=not batch_norm)
+        self.norm2 = nn.BatchNorm2d(channels) if batch_norm else nn.Identity()
+        self.conv2 = conv3x3(channels, channels, bias=not batch_norm)
+        self.shortcut: nn.Module | None = None
+        if stride != 1 or in_channels != channels:
+            self.shortcut = nn.Conv2d(in_channels, channels, 1, stride, bias=False)
+        self.residual_scale = None if batch_norm else nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the block's output."""
+        activated = F.relu(self.norm1(x))
+        residual = self.conv2(F.relu(self.norm2(self.conv1(activated))))
+        if self.residual_scale is not None:
+            residual = residual * self.residual_scale
+        out: Tensor = residual + (x if self.shortcut is None else self.shortcut(activated))
+        return out
+
+
+class WideResNet(nn.Module):
+    """WRN-depth-width: three groups of (depth - 4) / 6 blocks with 16, 32 and 64 times ``width`` channels.
+
+    Args:
+        depth: 6 n + 4.
+        width: factor of the channels.
+        num_classes: outputs.
+        in_channels: colour channels.
+        batch_norm: False gives the network of the paper's Hessian figure, which has no batch norm. The paper
+            does not say how it was started; this one starts as in SkipInit, which is ours.
+    """
+
+    def __init__(
+        self, depth: int, width: int, *, num_classes: int, in_channels: int = 3, batch_norm: bool = True
+    ) -> None:
+        super().__init__()
+        num_blocks = (depth - 4) // 6
+        self.conv1 = conv3x3(in_channels, 16, bias=not batch_norm)
+        blocks: list[nn.Module] = []
+        channels = 16
+        for group, base in enumerate((16, 32, 64)):
+            for i in range(num_blocks):
+                stride = 2 if group > 0 and i == 0 else 1
+                blocks.append(WideBlock(channels, base * width, stride, batch_norm=batch_norm))
+                channels = base * width
+        self.blocks = nn.Sequential(*blocks)
+        self.norm = nn.BatchNorm2d(channels) if batch_norm else nn.Identity()
+        self.head = nn.Linear(channels, num_classes)
+        initialise(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits (N, num_classes) of images (N, C, H, W)."""
+        features = F.relu(self.norm(self.blocks(self.conv1(x))))
+        logits: Tensor = self.head(features.mean((2, 3)))
+        return logits

@@ -1,0 +1,388 @@
+"""What a run is: frozen dataclasses, checked when built, kept as JSON, named by a hash.
+
+Every field is a flag of ``flatmin train``, with the docstring below it as its help. Two specs that differ
+only in ``name`` or ``claim`` are the same run. Fields at their defaults take no part in the hash, so that a
+field added later, with a default that means "as before", leaves the names of finished runs as they are.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import types
+import typing
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import tyro
+
+from flatmin.core.perturbation import check_p, check_rho
+from flatmin.lab.data.catalog import DATASETS, FOLDER_PREFIX
+from flatmin.lab.models.names import check_model_name
+
+Augment = Literal["none", "basic", "cutout", "autoaugment", "imagenet"]
+
+
+class SpecError(ValueError):
+    """A value is not allowed; the message names the field, the value and what is allowed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """The examples, and how they reach the network."""
+
+    name: str = "digits"
+    """A dataset (`flatmin list` names them), or folder:PATH with PATH/{train,test}/CLASS/*.jpg."""
+    augment: Augment = "basic"
+    """none; basic (flip, pad 4, random crop); cutout (basic + Cutout); autoaugment (basic + the dataset's
+    policy + Cutout; SVHN without basic, as in the reference code); imagenet (random resized crop, flip)."""
+    mixup: float = 0.0
+    """Mixup's alpha; 0 is without."""
+    cutout_size: int = 16
+    """Side of Cutout's square in pixels."""
+    cutout_shared: bool = False
+    """One Cutout mask for the whole batch, as in the reference code, instead of one for each image."""
+    batch_size: int = 128
+    """Examples in a step, over all workers."""
+    drop_last: bool = False
+    """Leave out the last short batch (the reference code); else all batches are equally large."""
+    image_size: int | None = None
+    """Side of the network's input in pixels; the dataset's own (224 for photographs) if None."""
+    train_size: int | None = None
+    """Train on a random subset of this many examples; all if None."""
+    validation: float = 0.0
+    """Fraction of the training set held out as a clean validation set (0.1 in the paper)."""
+    label_noise: float = 0.0
+    """Fraction of the training labels replaced by another class; test and validation stay clean."""
+    extra: bool = False
+    """SVHN: train on the 531,131 additional images too."""
+    seed: int = 0
+    """Fixes the validation split, the subset and the label noise (shared by replicas)."""
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        _conform(self)
+        if self.name not in DATASETS and not (
+            self.name.startswith(FOLDER_PREFIX) and self.name != FOLDER_PREFIX
+        ):
+            raise _error(
+                self, "name", f"one of {', '.join(DATASETS)}, or folder:PATH", _close(self.name, DATASETS)
+            )
+        _require(self, "mixup", self.mixup >= 0, "at least 0 (0 is without Mixup)")
+        _require(self, "cutout_size", self.cutout_size >= 1, "at least 1 pixel")
+        _require(self, "batch_size", self.batch_size >= 1, "at least 1")
+        _require(
+            self, "image_size", self.image_size is None or self.image_size >= 8, "at least 8 pixels, or None"
+        )
+        _require(
+            self, "train_size", self.train_size is None or self.train_size >= 1, "at least 1, or None for all"
+        )
+        _require(self, "validation", 0 <= self.validation < 1, "in [0, 1); the paper holds out 0.1")
+        _require(
+            self, "label_noise", 0 <= self.label_noise <= 1, "in [0, 1]; the paper has 0.2, 0.4, 0.6 and 0.8"
+        )
+        _require(
+            self, "extra", not self.extra or self.name == "svhn", "false: only svhn has additional images"
+        )
+        _require(self, "seed", self.seed >= 0, "at least 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """The network, and the weights it starts from."""
+
+    name: str = "wrn-16-2"
+    """wrn-DEPTH-WIDTH, resnet-20/32/44/56/110[-projection|-noshort], shake-shake-26-2xWIDTHd,
+    pyramidnet-DEPTH-ALPHA[-shakedrop], cnn-WIDTH, resnet-50/101/152, efficientnet-b7, efficientnet-l2, or
+    timm/NAME."""
+    norm: Literal["batch", "none"] = "batch"
+    """none: a Wide ResNet without batch norm, started as in SkipInit (the Hessian figure)."""
+    checkpoint: str | None = None
+    """File with weights to start from (.safetensors, or torch's .pt/.pth)."""
+    head: Literal["auto", "new", "keep"] = "auto"
+    """The last layer of a checkpoint: new initialises it afresh, keep needs the same number of classes, auto
+    keeps it where the number of classes is the same."""
+    freeze_batch_norm: bool = False
+    """Normalise with the checkpoint's batch-norm statistics and leave them (fine-tuning, Appendix C.2)."""
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        _conform(self)
+        try:
+            check_model_name(self.name)
+        except ValueError as error:
+            raise _error(self, "name", str(error)) from None
+        _require(
+            self,
+            "norm",
+            self.norm == "batch" or self.name.startswith("wrn-"),
+            "batch: only wrn-* goes without",
+        )
+        _require(
+            self,
+            "head",
+            self.head == "auto" or self.checkpoint is not None,
+            "auto where there is no checkpoint",
+        )
+        _require(
+            self,
+            "freeze_batch_norm",
+            not self.freeze_batch_norm or self.checkpoint is not None,
+            "false where there is no checkpoint: fresh statistics (0 and 1) normalise nothing",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optim:
+    """The optimizer, its schedule, and SAM around it."""
+
+    name: Literal["sgd", "adamw"] = "sgd"
+    """The base optimizer."""
+    lr: float = 0.1
+    """Peak learning rate."""
+    momentum: float = 0.9
+    """SGD's momentum (AdamW has betas 0.9 and 0.999)."""
+    nesterov: bool = True
+    """SGD with Nesterov's momentum (the reference code)."""
+    weight_decay: float = 5e-4
+    """lambda of the L2 term lambda/2 |w|^2, on all parameters (AdamW: decoupled)."""
+    decay: Literal["optimizer", "loss"] = "optimizer"
+    """optimizer: decay outside of the perturbation (Eq. 1); loss: in the loss (the reference code)."""
+    schedule: Literal["cosine", "step", "constant"] = "cosine"
+    """The learning rate after warm-up; step multiplies it by 0.2 after 30, 60 and 80 % of all steps."""
+    warmup_epochs: float = 0.0
+    """Epochs over which the learning rate rises linearly from 0."""
+    label_smoothing: float = 0.0
+    """Mass of the target that is spread over all classes."""
+    clip_norm: float | None = None
+    """Clip the norm of the synchronised gradient of the base step (reference code: 5.0)."""
+    rho: float = 0.0
+    """SAM's neighbourhood size (the paper's default is 0.05); 0 trains without SAM."""
+    p: float = 2.0
+    """The norm of SAM's ball, in [1, inf]."""
+    adaptive: float | None = None
+    """ASAM with this eta; plain SAM if None."""
+    ascent_steps: int = 1
+    """Steps of the inner maximisation (Appendix C.6)."""
+    direction: Literal["gradient", "random"] = "gradient"
+    """random perturbs along Gaussian noise (Appendix C.5)."""
+    m: int | None = None
+    """Examples that share an eps (m-sharpness, Section 4.1); those of a worker if None."""
+    sync_perturbation: bool = False
+    """One eps for all workers (the default is one each, as in the paper)."""
+    second_order: bool = False
+    """Keep the second-order terms of SAM's gradient (Appendix C.4)."""
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        _conform(self)
+        _require(self, "lr", self.lr > 0 and math.isfinite(self.lr), "positive")
+        _require(self, "momentum", 0 <= self.momentum < 1, "in [0, 1)")
+        if self.name == "sgd":
+            _require(self, "nesterov", not self.nesterov or self.momentum > 0, "false where momentum is 0")
+        _require(self, "weight_decay", self.weight_decay >= 0, "at least 0")
+        _require(self, "warmup_epochs", self.warmup_epochs >= 0, "at least 0")
+        _require(self, "label_smoothing", 0 <= self.label_smoothing < 1, "in [0, 1)")
+        _require(self, "clip_norm", self.clip_norm is None or self.clip_norm > 0, "positive, or None")
+        for name, check in (("rho", check_rho), ("p", check_p)):
+            try:
+                check(getattr(self, name))
+            except ValueError as error:
+                raise SpecError(f"optim.{name}: {error}") from None
+        _require(
+            self, "adaptive", self.adaptive is None or self.adaptive >= 0, "at least 0, or None for plain SAM"
+        )
+        _require(self, "ascent_steps", self.ascent_steps >= 1, "at least 1")
+        _require(
+            self,
+            "ascent_steps",
+            self.ascent_steps == 1 or self.p in (1, 2, math.inf),
+            "1 where p is not 1, 2 or inf",
+        )
+        _require(
+            self,
+            "ascent_steps",
+            self.ascent_steps == 1 or self.direction == "gradient",
+            "1 where direction is random",
+        )
+        _require(self, "m", self.m is None or self.m >= 1, "at least 1, or None")
+        _require(
+            self, "m", self.m is None or not self.sync_perturbation, "None where sync_perturbation is true"
+        )
+        for name in ("adaptive", "m", "sync_perturbation", "second_order"):
+            set_without_sam = self.rho == 0 and getattr(self, name) not in (None, False)
+            _require(
+                self, name, not set_without_sam, "left alone where rho is 0: without SAM it has no meaning"
+            )
+        _require(
+            self,
+            "second_order",
+            not self.second_order or (self.m is None and not self.sync_perturbation),
+            "false where m or sync_perturbation is set",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """What a publication says of an experiment."""
+
+    source: str
+    """Where, for example "Table 1"."""
+    metric: str
+    """The name of a metric of the run, for example "test_error"."""
+    mean: float
+    """The published mean."""
+    ci: float | None = None
+    """Half the width of its 95 % confidence interval, where given."""
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        _conform(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """One network trained on one dataset; with a seed it is a run."""
+
+    name: str = ""
+    """A label for people; it does not change the run."""
+    data: Data = field(default_factory=Data)
+    model: Model = field(default_factory=Model)
+    optim: Optim = field(default_factory=Optim)
+    epochs: int = 10
+    """Passes over the training set."""
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """bfloat16: autocast (weights stay float32); auto does that where the hardware has it."""
+    compile: bool = False
+    """Compile the network with torch.compile: slow to start, then faster."""
+    claim: Annotated[Claim | None, tyro.conf.Suppress] = None
+    """What a publication says this should give."""
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        _conform(self)
+        _require(self, "epochs", self.epochs >= 1, "at least 1")
+        _require(
+            self.optim,
+            "warmup_epochs",
+            self.optim.warmup_epochs < self.epochs,
+            f"less than epochs, which is {self.epochs}",
+        )
+        _require(
+            self.optim,
+            "m",
+            self.optim.m is None or self.optim.m <= self.data.batch_size,
+            f"at most data.batch_size, which is {self.data.batch_size}",
+        )
+
+    def to_json(self) -> str:
+        """Return the whole spec as JSON; `from_json` gives an equal one back."""
+        return json.dumps(_plain(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "Experiment":
+        """Read what `to_json` wrote; a field that is left out has its default.
+
+        Raises:
+            SpecError: the text is not JSON, or a field is unknown or has a value that is not allowed.
+        """
+        try:
+            tree = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise SpecError(f"This is not a spec in JSON: {error}.") from None
+        experiment: Experiment = _build(cls, tree, "")
+        return experiment
+
+    def run_hash(self) -> str:
+        """Return ten hexadecimal digits that name this experiment, equal on every machine."""
+        tree = _plain(self, leave_defaults_out=True)
+        tree.pop("name", None)
+        tree.pop("claim", None)
+        return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:10]
+
+    def run_name(self, seed: int) -> str:
+        """Return the name of the run's directory: what it is, in brief, then the hash and the seed."""
+        dataset = "folder" if self.data.name.startswith(FOLDER_PREFIX) else self.data.name
+        method = self.optim.name if self.optim.rho == 0 else f"sam{self.optim.rho:g}"
+        return f"{dataset}-{self.model.name.replace('/', '_')}-{method}-{self.run_hash()}-seed{seed}"
+
+
+def _build(kind: Any, tree: object, path: str) -> Any:
+    if not isinstance(tree, dict):
+        raise SpecError(f"{path or 'The spec'} must be a JSON object, got {tree!r}.")
+    hints: dict[str, Any] = get_type_hints(kind)
+    values: dict[str, Any] = {}
+    for name, value in tree.items():
+        if name not in hints:
+            hint = _close(str(name), hints)
+            raise SpecError(f"{path}{name} is no field.{hint} Allowed: {', '.join(hints)}.")
+        options: tuple[Any, ...] = (hints[name], *get_args(hints[name]))
+        inner = next((option for option in options if dataclasses.is_dataclass(option)), None)
+        if inner is not None and value is not None:
+            value = _build(inner, value, f"{path}{name}.")
+        elif value == "inf" and float in options:
+            value = math.inf
+        values[name] = value
+    return kind(**values)
+
+
+def _plain(spec: Any, *, leave_defaults_out: bool = False) -> dict[str, Any]:
+    # JSON has no infinity; p = inf is the string "inf".
+    tree: dict[str, Any] = {}
+    for f in dataclasses.fields(spec):
+        value = getattr(spec, f.name)
+        if leave_defaults_out and value == (f.default if f.default_factory is dataclasses.MISSING else None):
+            continue
+        if dataclasses.is_dataclass(value):
+            tree[f.name] = _plain(value, leave_defaults_out=leave_defaults_out)
+        else:
+            tree[f.name] = "inf" if value == math.inf else value
+    return tree
+
+
+def _conform(spec: Any) -> None:
+    """Check the type of every field; 1 becomes 1.0 where a float is meant, so that both are one run."""
+    for name, hint in get_type_hints(type(spec)).items():
+        value = getattr(spec, name)
+        if hint is float or (float in get_args(hint)):
+            if isinstance(value, int) and not isinstance(value, bool):
+                value = float(value)
+                object.__setattr__(spec, name, value)
+            if isinstance(value, float) and math.isnan(value):
+                raise _error(spec, name, "a number")
+        if not _is_a(value, hint):
+            raise _error(spec, name, _describe(hint))
+
+
+def _is_a(value: object, hint: Any) -> bool:
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    if isinstance(hint, types.UnionType):
+        return any(_is_a(value, option) for option in get_args(hint))
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def _describe(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return f"one of {', '.join(get_args(hint))}"
+    if isinstance(hint, types.UnionType):
+        return " or ".join(_describe(option) for option in get_args(hint))
+    return "None" if hint is types.NoneType else f"of type {hint.__name__}"
+
+
+def _require(spec: Any, name: str, holds: bool, allowed: str) -> None:
+    if not holds:
+        raise _error(spec, name, allowed)
+
+
+def _error(spec: Any, name: str, allowed: str, hint: str = "") -> SpecError:
+    owner = "" if isinstance(spec, Experiment) else type(spec).__name__.lower() + "."
+    return SpecError(f"{owner}{name} must be {allowed}; got {getattr(spec, name)!r}.{hint}")
+
+
+def _close(word: str, words: typing.Iterable[str]) -> str:
+    close = get_close_matches(word, list(words), n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
