@@ -1,1 +1,18 @@
 """Sharpness-Aware Minimization: the optimizer and its maths. Needs only torch."""
+
+from flatmin.core.gradient import SAMGradient, sam_gradient
+from flatmin.core.metrics import SAMMetrics
+from flatmin.core.perturbation import ascent_step, random_step
+from flatmin.core.precision import RealisedPerturbation, realised_perturbation
+from flatmin.core.sam import SAM
+
+__all__ = [
+    "SAM",
+    "RealisedPerturbation",
+    "SAMGradient",
+    "SAMMetrics",
+    "ascent_step",
+    "random_step",
+    "realised_perturbation",
+    "sam_gradient",
+]

@@ -15,30 +15,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from flatmin.core.arguments import check_p, check_rho
+
 Gather = Callable[[Sequence[Tensor]], Tensor]
 """Takes the rows of the local tensors, returns the rows of all tensors (of all shards) as a matrix (n, 2)."""
 
 L1_PROJECTION_STEPS = 60  # Newton's iterations on a piecewise linear function; 5 to 15 are needed in practice
-
-
-def check_p(p: float) -> float:
-    """Return p as a float, or raise if there is no p-norm of that name."""
-    if not isinstance(p, (int, float)) or isinstance(p, bool):
-        raise TypeError(f"p must be a number in [1, inf], got {p!r} of type {type(p).__name__}.")
-    if not p >= 1:
-        raise ValueError(f"p must be in [1, inf], got {p!r}: below 1 there is no norm. The paper's default is p=2.")
-    return float(p)
-
-
-def check_rho(rho: float, name: str = "rho") -> float:
-    """Return rho as a float, or raise if it is not the radius of a ball."""
-    if not isinstance(rho, (int, float)) or isinstance(rho, bool):
-        raise TypeError(f"{name} must be a number, got {rho!r} of type {type(rho).__name__}.")
-    if not (rho >= 0 and math.isfinite(rho)):
-        raise ValueError(
-            f"{name} must be finite and not negative, got {rho!r}. Good values are 0.01 to 0.5; start at 0.05."
-        )
-    return float(rho)
 
 
 def dual_exponent(p: float) -> float:
@@ -88,7 +70,7 @@ def row(u: Tensor, q: float) -> Tensor:
 
 
 def join(rows: Tensor, q: float) -> Tensor:
-    r"""Merge rows (n, 2) of parts into the row of the whole: :math:`\lVert u \rVert_q^q = \sum_i \lVert u_i \rVert_q^q`.
+    r"""Merge rows (n, 2) of parts into that of the whole: :math:`\lVert u \rVert_q^q = \sum_i \lVert u_i \rVert_q^q`.
 
     Example:
         >>> both = join(torch.stack([row(torch.tensor([3.0]), 2), row(torch.tensor([4.0]), 2)]), 2)
@@ -96,10 +78,7 @@ def join(rows: Tensor, q: float) -> Tensor:
         5.0
     """
     peak = rows[:, 0].amax()
-    if math.isinf(q):
-        share = (rows[:, 0] == peak).to(rows.dtype)
-    else:
-        share = (rows[:, 0] / _nonzero(peak)).pow(q)
+    share = rows[:, 0] == peak if math.isinf(q) else (rows[:, 0] / _nonzero(peak)).pow(q)
     return torch.stack([peak, (rows[:, 1] * share).sum()])
 
 
@@ -108,49 +87,46 @@ def norm(joint: Tensor, q: float) -> Tensor:
     return joint[0] if math.isinf(q) else joint[0] * joint[1].pow(1 / q)
 
 
-def usable(joint: Tensor) -> Tensor:
-    """Return whether a direction can be made of it, a bool tensor: neither all zero nor anywhere non-finite."""
-    return joint.isfinite().all() & (joint > 0).all()
+def dual(p: float, joint: Tensor) -> Callable[[Tensor], Tensor]:
+    r"""Return the function that replaces a part u of a vector, in place, by its part of the dual unit vector.
 
-
-def dual_(u: Tensor, p: float, joint: Tensor, scale: Tensor | float = 1.0) -> Tensor:
-    r"""Replace u, in place, by its part of the unit vector that maximises :math:`\langle d, u \rangle`, times scale.
-
-    That is Eq. 2 with rho = 1: :math:`\operatorname{sign}(u) |u|^{q-1} / (\lVert u \rVert_q^q)^{1/p}`, where the norm is
-    that of ``joint``: of all tensors together. Where ``joint`` is not usable the result is exactly 0, decided on the
-    device. For p = 1, coordinates that share the largest magnitude share the step: the limit of Eq. 2.
+    That is Eq. 2 with rho = 1, :math:`\operatorname{sign}(u) |u|^{q-1} / (\lVert u \rVert_q^q)^{1/p}`: the unit d
+    that maximises :math:`\langle d, u \rangle`, with the norm of the whole vector. Where that is 0 or not finite the
+    result is exactly 0, decided on the device. For p = 1, coordinates that share the largest magnitude share the step:
+    the limit of Eq. 2.
 
     Args:
-        u: a part of the vector, float32 or better; overwritten.
         p: the norm of the ball.
         joint: the joint row of the whole vector, for the dual exponent q.
-        scale: multiplies the result.
 
     Returns:
-        u
+        A function of a tensor, float32 or better, which it overwrites and returns.
     """
-    if p == 2:
-        # A subnormal gradient has a reciprocal norm beyond float32; the step is then shorter, but finite.
-        factor = (scale / norm(joint, 2)).clamp(max=torch.finfo(u.dtype).max)
-        u.mul_(factor)
-    elif math.isinf(p):
-        u.sign_().mul_(scale)
-    elif p == 1:
-        u.mul_(u.abs() == joint[0]).sign_().mul_(scale / joint[1])
-    else:
-        magnitude = u.abs().div_(_nonzero(joint[0])).pow_(dual_exponent(p) - 1)
-        u.sign_().mul_(magnitude).mul_(scale * joint[1].pow(-1 / p))
-    # Not a product with 0: 0 * inf is NaN.
-    return u.masked_fill_(~usable(joint), 0)
+    exponent = dual_exponent(p) - 1
+    peak = _nonzero(joint[0])
+    factor = _reciprocal(norm(joint, 2)) if p == 2 else joint[1].pow(-1 / p)
+    factor = _zero_unless_usable(factor, joint)
+
+    def apply_(u: Tensor) -> Tensor:
+        if math.isinf(p):
+            u.sign_()
+        elif p == 1:
+            u.mul_(u.abs() == peak).sign_()
+        elif p != 2:
+            magnitude = u.abs().div_(peak).pow_(exponent)
+            u.sign_().mul_(magnitude)
+        return _times(u, factor)
+
+    return apply_
 
 
-def rescale_(u: Tensor, p: float, joint: Tensor, scale: Tensor | float = 1.0) -> Tensor:
-    r"""Replace u, in place, by :math:`u / \lVert u \rVert_p` times scale (0 where ``joint``, its row for p, is not usable)."""
-    factor = (scale / norm(joint, p)).clamp(max=torch.finfo(u.dtype).max)
-    return u.mul_(factor).masked_fill_(~usable(joint), 0)
+def unit(p: float, joint: Tensor) -> Callable[[Tensor], Tensor]:
+    r"""Return the function that replaces a part u, in place, by :math:`u / \lVert u \rVert_p` (0 as for `dual`)."""
+    factor = _zero_unless_usable(_reciprocal(norm(joint, p)), joint)
+    return lambda u: _times(u, factor)
 
 
-def project_(points: Sequence[Tensor], p: float, *, radius: float = 1.0, gather: Gather = torch.stack) -> None:
+def project_(points: Sequence[Tensor], p: float, *, radius: float = 1.0, gather: Gather | None = None) -> None:
     r"""Move points, in place, to the nearest point (Euclidean) of the joint p-ball of that radius, p in {1, 2, inf}.
 
     For p = 1 the projection is a soft threshold :math:`\theta` with
@@ -163,6 +139,7 @@ def project_(points: Sequence[Tensor], p: float, *, radius: float = 1.0, gather:
         >>> x
         tensor([0.6000, 0.8000])
     """
+    gather = gather or (lambda rows: torch.stack(list(rows)))
     if math.isinf(p):
         for x in points:
             x.clamp_(-radius, radius)
@@ -199,7 +176,7 @@ def ascent_step(
     p: float = 2.0,
     scales: Sequence[Tensor | float] | None = None,
 ) -> list[Tensor]:
-    r"""Return SAM's ascent step :math:`\hat\epsilon = \rho \operatorname{sign}(g) |g|^{q-1} / (\lVert g \rVert_q^q)^{1/p}`.
+    r"""Return SAM's step :math:`\hat\epsilon = \rho \operatorname{sign}(g) |g|^{q-1} / (\lVert g \rVert_q^q)^{1/p}`.
 
     It maximises the linearised loss over the p-ball of radius rho (Foret et al., 2021, Eq. 2). The norm is joint over
     all tensors, not per tensor. A zero or non-finite gradient gives a zero step.
@@ -223,7 +200,8 @@ def ascent_step(
     scales = [check_rho(rho)] * len(grads) if scales is None else scales
     scaled = [working_copy(g).mul_(t) for g, t in zip(grads, scales, strict=True)]
     joint = join(torch.stack([row(u, q) for u in scaled]), q)
-    steps = [dual_(u, p, joint).mul_(t) for u, t in zip(scaled, scales, strict=True)]
+    to_dual = dual(p, joint)
+    steps = [to_dual(u).mul_(t) for u, t in zip(scaled, scales, strict=True)]
     return [as_like(step, g) for step, g in zip(steps, grads, strict=True)]
 
 
@@ -257,13 +235,29 @@ def random_step(
     scales = [check_rho(rho)] * len(like) if scales is None else scales
     noise = [working_copy(t).normal_(generator=generator) for t in like]
     joint = join(torch.stack([row(z, p) for z in noise]), p)
-    steps = [rescale_(z, p, joint).mul_(t) for z, t in zip(noise, scales, strict=True)]
+    to_unit = unit(p, joint)
+    steps = [to_unit(z).mul_(t) for z, t in zip(noise, scales, strict=True)]
     return [as_like(step, t) for step, t in zip(steps, like, strict=True)]
 
 
 def as_like(step: Tensor, like: Tensor) -> Tensor:
     """Return a step computed in the working dtype in the dtype of the tensor it belongs to."""
     return torch.view_as_complex(step).to(like.dtype) if like.is_complex() else step.to(like.dtype)
+
+
+def _zero_unless_usable(factor: Tensor, joint: Tensor) -> Tensor:
+    # No direction can be made of a vector that is all zero or somewhere not finite.
+    return torch.where((joint.isfinite() & (joint > 0)).all(), factor, 0.0)
+
+
+def _times(u: Tensor, factor: Tensor) -> Tensor:
+    # 0 * inf is NaN, where factor is 0 because u is not finite; otherwise there is nothing to replace.
+    return u.mul_(factor).nan_to_num_(0.0, 0.0, 0.0)
+
+
+def _reciprocal(size: Tensor) -> Tensor:
+    # A subnormal gradient has a reciprocal norm beyond float32; the step is then shorter, but finite.
+    return size.reciprocal().clamp(max=torch.finfo(torch.float32).max)
 
 
 def _nonzero(peak: Tensor) -> Tensor:

@@ -1,0 +1,90 @@
+"""Checks of what users pass in: each error names the argument, the value and the remedy."""
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+
+DEFAULT_ETA = 0.01  # Kwon et al. (2021)
+
+
+def check_p(p: float) -> float:
+    """Return p as a float, or raise if there is no p-norm of that name."""
+    if not isinstance(p, (int, float)) or isinstance(p, bool):
+        raise TypeError(f"p must be a number in [1, inf], got {p!r} of type {type(p).__name__}.")
+    if not p >= 1:
+        raise ValueError(f"p must be in [1, inf], got {p!r}: below 1 there is no norm. The paper's default is p=2.")
+    return float(p)
+
+
+def check_rho(rho: float, name: str = "rho") -> float:
+    """Return rho as a float, or raise if it is not the radius of a ball."""
+    if not isinstance(rho, (int, float)) or isinstance(rho, bool):
+        raise TypeError(f"{name} must be a number, got {rho!r} of type {type(rho).__name__}.")
+    if not (rho >= 0 and math.isfinite(rho)):
+        raise ValueError(
+            f"{name} must be finite and not negative, got {rho!r}. Good values are 0.01 to 0.5; start at 0.05."
+        )
+    return float(rho)
+
+
+def check_adaptive(adaptive: bool | float) -> float | None:
+    """Return ASAM's eta, or None for plain SAM."""
+    if isinstance(adaptive, bool):
+        return DEFAULT_ETA if adaptive else None
+    if not isinstance(adaptive, (int, float)):
+        raise TypeError(f"adaptive must be a bool or ASAM's eta, a number, got {adaptive!r}.")
+    if not (adaptive >= 0 and math.isfinite(adaptive)):
+        raise ValueError(f"adaptive, as ASAM's eta, must be finite and not negative, got {adaptive!r}. Try 0.01.")
+    return float(adaptive)
+
+
+def check_ascent_steps(ascent_steps: int, p: float, direction: str) -> int:
+    """Return the number of ascent steps, or raise where there is no such ascent."""
+    if direction not in ("gradient", "random"):
+        raise ValueError(f'direction must be "gradient" or "random", got {direction!r}.')
+    if isinstance(ascent_steps, bool) or not isinstance(ascent_steps, int):
+        raise TypeError(f"ascent_steps must be a whole number, got {ascent_steps!r}.")
+    if ascent_steps < 1:
+        raise ValueError(f"ascent_steps must be at least 1, got {ascent_steps}. For no ascent at all use rho=0.")
+    if ascent_steps > 1 and p not in (1, 2, math.inf):
+        raise ValueError(
+            f"ascent_steps={ascent_steps} with p={p}: several steps are projected on the ball, which is "
+            "there for p = 1, 2 and inf. Choose one of them, or ascent_steps=1."
+        )
+    if ascent_steps > 1 and direction == "random":
+        raise ValueError(f'ascent_steps={ascent_steps} with direction="random": a random direction is drawn once.')
+    return ascent_steps
+
+
+def check_base(base: Optimizer) -> None:
+    """Raise unless it is an optimizer that steps on gradients it is given."""
+    if isinstance(base, type):
+        raise TypeError(
+            f"base must be a built optimizer, got the class {base.__name__}. "
+            f"Build it first: SAM(torch.optim.{base.__name__}(model.parameters(), lr=...), rho=...)."
+        )
+    if not isinstance(base, Optimizer):
+        raise TypeError(f"base must be a torch.optim.Optimizer, got {type(base).__name__}.")
+    closure = inspect.signature(base.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise TypeError(
+            f"base is {type(base).__name__}, whose step() evaluates a closure by itself, as often as it likes: SAM "
+            "cannot hand it one gradient. Use an optimizer that steps on given gradients, such as SGD or AdamW."
+        )
+
+
+def shares_of(closures: Sequence[Callable[[], Any]], weights: Sequence[float] | None) -> list[float]:
+    """Return the weights of micro-batches, scaled to sum to 1."""
+    if not closures or not all(callable(closure) for closure in closures):
+        raise TypeError("closure must be a function or a non-empty list of functions.")
+    if weights is None:
+        return [1 / len(closures)] * len(closures)
+    values = [float(weight) for weight in weights]
+    if len(values) != len(closures):
+        raise ValueError(f"weights has {len(values)} entries for {len(closures)} closures; give one each.")
+    if not all(math.isfinite(v) and v >= 0 for v in values) or sum(values) == 0:
+        raise ValueError(f"weights must be finite, not negative and not all 0, got {values}.")
+    return [value / sum(values) for value in values]

@@ -1,0 +1,45 @@
+"""Keeps the buffers of normalisation layers as the first pass left them."""
+
+import torch
+from torch import Tensor, nn
+
+
+class NormalisationBuffers:
+    """The running statistics of a model's normalisation layers.
+
+    Running statistics describe the activations at w. The passes at w + eps must not touch them, so their buffers are
+    copied after the first pass and put back, in place, after the last one. That leaves compiled graphs, SyncBatchNorm
+    and third-party layers alone, unlike setting ``momentum = 0`` (which still counts batches, and is lost for good when
+    done twice). A layer counts as one of normalisation when it has a buffer whose name starts with ``running_``.
+
+    Args:
+        model: the model, or None for nothing to keep.
+    """
+
+    def __init__(self, model: nn.Module | None) -> None:
+        # The names and not the tensors: `model.to(device)` replaces the tensors.
+        self._slots = [
+            (module, name)
+            for module in (model.modules() if model is not None else ())
+            if any(name.startswith("running_") for name in module._buffers)
+            for name in module._buffers
+        ]
+        self._kept: list[tuple[Tensor, Tensor]] = []
+
+    def present(self) -> bool:
+        """Return whether a pass in the model's present mode would change any."""
+        return any(module.training for module, _ in self._slots)
+
+    @torch.no_grad()
+    def save(self) -> None:
+        """Remember the buffers of all layers in training mode."""
+        buffers = [module._buffers[name] for module, name in self._slots if module.training]
+        live = [buffer for buffer in buffers if buffer is not None]
+        self._kept = [(buffer, buffer.clone()) for buffer in live]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put the remembered values back, in place."""
+        for buffer, kept in self._kept:
+            buffer.copy_(kept)
+        self._kept = []

@@ -1,0 +1,154 @@
+"""The SAM gradient as a pure function, with or without its second-order term."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from flatmin.core import perturbation
+from flatmin.core.arguments import check_adaptive, check_ascent_steps, check_p, check_rho
+from flatmin.core.randomness import RandomState
+
+Tensors = Sequence[Tensor] | Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class SAMGradient:
+    r"""The SAM gradient and what it was computed from; ``grads`` and ``perturbation`` are built like ``params``."""
+
+    loss: Tensor
+    """The loss at w."""
+    perturbed_loss: Tensor
+    r"""The loss at :math:`w + \epsilon`."""
+    grads: Any
+    """The gradient of the SAM loss, a list or dict of tensors."""
+    perturbation: Any
+    r""":math:`\epsilon`, a list or dict of tensors."""
+
+
+def sam_gradient(
+    loss_fn: Callable[[Any], Tensor],
+    params: Tensors,
+    *,
+    rho: float = 0.05,
+    p: float = 2.0,
+    adaptive: bool | float = False,
+    ascent_steps: int = 1,
+    direction: Literal["gradient", "random"] = "gradient",
+    second_order: bool = False,
+    generator: torch.Generator | None = None,
+) -> SAMGradient:
+    r"""Return the gradient of :math:`L(w + \hat\epsilon(w))` (Foret et al., 2021, Eq. 2 and 3), changing nothing.
+
+    By default :math:`\hat\epsilon` is taken as a constant, as SAM does. With ``second_order`` the gradient is exact:
+
+    .. math:: \nabla_w L(w + \hat\epsilon(w)) = v + H u, \qquad v = \nabla L(w + \hat\epsilon), \quad
+              u = \frac{\rho}{\lVert g \rVert} \left( v - \hat g \langle \hat g, v \rangle \right),
+              \quad \hat g = g / \lVert g \rVert,
+
+    for p = 2, where H is the Hessian at w, which enters through one Hessian-vector product. For p = inf the term is 0
+    almost everywhere, because the sign of the gradient is constant almost everywhere.
+
+    Random layers draw the same noise in all passes, and torch's generators end where one pass would have left them.
+
+    Args:
+        loss_fn: the loss as a function of parameters built like ``params``, say with ``torch.func.functional_call``.
+        params: w, a sequence or a mapping of tensors.
+        rho: the radius of the neighbourhood.
+        p: its norm, in [1, inf].
+        adaptive: ASAM: a float is its eta; True is 0.01.
+        ascent_steps: steps of projected gradient ascent; more than one needs p in {1, 2, inf}.
+        direction: "gradient", or "random" for a Gaussian direction of the same norm.
+        second_order: add the Hessian term. Needs p in {2, inf}, one ascent step, and no ASAM.
+        generator: where a random direction comes from; torch's default generator if None.
+
+    Returns:
+        Losses, gradients and perturbation, detached.
+
+    Raises:
+        ValueError: an argument out of its range, or a combination that is not there.
+
+    Example:
+        For :math:`L(w) = w^2 / 2` at w = 1 the SAM gradient is 1 + rho:
+
+        >>> sam_gradient(lambda w: (w[0] ** 2).sum() / 2, [torch.tensor([1.0])], rho=0.5).grads
+        [tensor([1.5000])]
+    """
+    p, rho, eta = check_p(p), check_rho(rho), check_adaptive(adaptive)
+    check_ascent_steps(ascent_steps, p, direction)
+    _check_second_order(second_order, p, eta, ascent_steps)
+    names = list(params) if isinstance(params, Mapping) else None
+    w = [t.detach() for t in (params.values() if isinstance(params, Mapping) else params)]
+    if not w:
+        raise ValueError("params is empty: there is nothing to differentiate by.")
+    noise = RandomState({t.device for t in w})
+
+    def rebuild(tensors: Sequence[Tensor]) -> Any:
+        return list(tensors) if names is None else dict(zip(names, tensors, strict=True))
+
+    def evaluate(at: Sequence[Tensor], create_graph: bool = False) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        noise.restore()
+        leaves = [t.detach().requires_grad_() for t in at]
+        with torch.enable_grad():
+            loss = loss_fn(rebuild(leaves))
+            found = torch.autograd.grad(loss, leaves, create_graph=create_graph, allow_unused=True)
+        grads = [torch.zeros_like(t) if g is None else g for t, g in zip(at, found, strict=True)]
+        return loss.detach(), leaves, grads
+
+    term_exists = second_order and p == 2 and direction == "gradient"
+    loss, leaves, g = evaluate(w, create_graph=term_exists)
+    scales = [perturbation.adaptive_scale(t, rho, eta) for t in w]
+    with torch.no_grad():
+        if direction == "random":
+            eps = perturbation.random_step(w, p=p, scales=scales, generator=generator)
+        else:
+            eps = perturbation.ascent_step(g, p=p, scales=scales)
+    for _ in range(1, ascent_steps):
+        _, _, further = evaluate([t + e for t, e in zip(w, eps, strict=True)])
+        eps = _next_ascent_step(eps, further, p, scales)
+    perturbed_loss, _, v = evaluate([t + e for t, e in zip(w, eps, strict=True)])
+    if term_exists:
+        term = torch.autograd.grad(g, leaves, _contracted(g, v, rho), allow_unused=True)
+        v = [a if b is None else a + b for a, b in zip(v, term, strict=True)]
+    return SAMGradient(loss, perturbed_loss, rebuild([t.detach() for t in v]), rebuild(eps))
+
+
+def _contracted(g: Sequence[Tensor], v: Sequence[Tensor], rho: float) -> list[Tensor]:
+    r"""Return u, the derivative of :math:`\rho g / \lVert g \rVert` by g applied to v. The matrix is symmetric."""
+    with torch.no_grad():
+        unit = perturbation.ascent_step(g, rho=1.0)
+        along = torch.stack([(a * b).sum() for a, b in zip(unit, v, strict=True)]).sum()
+        joint = perturbation.join(torch.stack([perturbation.row(t, 2) for t in g]), 2)
+        size = perturbation.norm(joint, 2).to(g[0].dtype)
+        factor = torch.where(size > 0, rho / size, 0.0)
+        return [factor * (b - a * along) for a, b in zip(unit, v, strict=True)]
+
+
+@torch.no_grad()
+def _next_ascent_step(
+    eps: Sequence[Tensor], grads: Sequence[Tensor], p: float, scales: Sequence[Tensor | float]
+) -> list[Tensor]:
+    r"""Add a step of full length to :math:`\epsilon` and project, both in :math:`d = \epsilon / T` on the unit ball."""
+    step = perturbation.ascent_step(grads, p=p, scales=scales)
+    d = [_divide(perturbation.working_copy(e + s), t) for e, s, t in zip(eps, step, scales, strict=True)]
+    perturbation.project_(d, p)
+    return [perturbation.as_like(x.mul_(t), e) for x, t, e in zip(d, scales, eps, strict=True)]
+
+
+def _divide(numerator: Tensor, scale: Tensor | float) -> Tensor:
+    # Where T is 0 (ASAM with eta = 0 at a weight of 0, or rho = 0) so is eps.
+    return torch.where(torch.as_tensor(scale) == 0, 0.0, numerator / torch.as_tensor(scale))
+
+
+def _check_second_order(second_order: bool, p: float, eta: float | None, ascent_steps: int) -> None:
+    if not second_order:
+        return
+    if p not in (2, math.inf):
+        raise ValueError(f"second_order=True with p={p}: the Hessian term is there for p = 2 and inf only.")
+    if eta is not None:
+        raise ValueError("second_order=True with adaptive: the Hessian term is there for plain SAM. Leave out one.")
+    if ascent_steps > 1:
+        raise ValueError(f"second_order=True with ascent_steps={ascent_steps}: the Hessian term is there for one step.")

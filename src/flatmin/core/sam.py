@@ -1,0 +1,438 @@
+"""SAM as a torch optimizer that wraps a built one."""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from flatmin.core import sharding, workers
+from flatmin.core.arguments import (
+    check_adaptive,
+    check_ascent_steps,
+    check_base,
+    check_p,
+    check_rho,
+    shares_of,
+)
+from flatmin.core.batchnorm import NormalisationBuffers
+from flatmin.core.metrics import SAMMetrics, weighted_mean
+from flatmin.core.micro_batches import GradientMean
+from flatmin.core.neighbourhood import AscentNorms, Neighbourhood
+from flatmin.core.randomness import RandomState, direction_generator
+from flatmin.core.wrapper import OptimizerWrapper
+
+Closure = Callable[[], Any]
+
+GENERATOR_KEY = (
+    "sam_generator"  # of the first parameter group: checkpoints keep groups, also those of torch.distributed
+)
+
+
+@dataclass
+class _StepState:
+    """All that changes from step to step, in one object: wrappers copy an optimizer's attributes, not their values."""
+
+    neighbourhood: Neighbourhood = field(default_factory=Neighbourhood)
+    metrics: SAMMetrics = field(default_factory=SAMMetrics)
+    away: bool = False  # the parameters stand at w + eps
+    ready: bool = False  # the gradients are those of a completed pass at w + eps
+    warned: bool = False
+
+
+class SAM(OptimizerWrapper):
+    r"""Sharpness-Aware Minimization (Foret et al., 2021) around any optimizer.
+
+    A step computes the gradient g at w, climbs to the highest point nearby as the gradient sees it,
+
+    .. math:: \hat\epsilon = \rho \operatorname{sign}(g) |g|^{q-1} / (\lVert g \rVert_q^q)^{1/p}, \quad 1/p + 1/q = 1,
+
+    (Eq. 2; for p = 2 that is :math:`\rho g / \lVert g \rVert_2`), computes the gradient there, returns to w, and lets
+    the base optimizer step with that gradient (Eq. 3). The norm is joint over all parameters.
+
+    There are three ways to take a step::
+
+        loss = opt.step(closure)                # 1. a closure: zero the gradients, loss, backward, return the loss
+
+        loss_fn(model(x), y).backward()         # 2. two visible passes: AMP, accumulation, clipping, any trainer
+        with opt.perturbed():
+            opt.zero_grad()
+            loss_fn(model(x), y).backward()
+        opt.step()
+
+        opt.step([closure_1, closure_2])        # 3. m-sharpness: a perturbation for each micro-batch (Section 4.1)
+
+    SAM shares ``param_groups`` and ``state`` with its base: schedulers may hold either, and a state dict of one can be
+    loaded into the other. A parameter group may have a radius of its own under the key ``sam_rho``: then
+    :math:`\epsilon = T\, dual_p(T g)` with T the group's radius, still with one joint norm. 0 takes the group out.
+
+    What holds: weights come back bit for bit, also after an exception; a zero or non-finite gradient gives
+    :math:`\epsilon = 0`; nothing waits for the device. In way 1 and 3, random layers (dropout) draw the same noise in
+    all passes of a closure; a closure must not draw a new batch, as it is called twice.
+
+    Args:
+        base: a built optimizer, such as ``torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)``.
+        rho: the radius of the neighbourhood. May be changed between steps by assigning to ``opt.rho``.
+        p: the norm of the neighbourhood, in [1, inf].
+        adaptive: ASAM (Kwon et al., 2021): :math:`T = \rho (|w| + \eta)`. A float is eta; True is 0.01. Its rho is
+            larger than SAM's: 0.5 to 2.
+        ascent_steps: how many steps of projected gradient ascent find :math:`\epsilon` (Appendix C.6). A step costs
+            ``ascent_steps + 1`` passes; more than one needs p in {1, 2, inf}, a closure, and another copy of the
+            parameters.
+        direction: "gradient", or "random" for a Gaussian direction of the same norm (Appendix C.5). Then the first pass
+            is left out, unless ``model`` has running statistics that must come from it.
+        generator: where random directions come from; part of the state dict. If None, one is made from
+            ``torch.initial_seed()`` (and the worker's rank, where each has its own perturbation). Generators given to
+            several workers must be seeded alike for sharded parameters or a shared perturbation, else differently.
+        model: the model, as you call it (so the DistributedDataParallel or compiled one). With it, the running
+            statistics of batch norm are those of the first pass, and under DDP the first pass stays on its worker.
+        sync_perturbation: under DDP, share one perturbation instead of having one for each worker, which the paper
+            recommends and which needs one reduction of gradients a step instead of two.
+
+    Raises:
+        TypeError: base is not an optimizer instance, or one that needs a closure itself.
+        ValueError: an argument out of its range.
+
+    Example:
+        For :math:`L(w) = w^2 / 2` at w = 1, the gradient is taken at 1 + rho:
+
+        >>> w = torch.nn.Parameter(torch.tensor([1.0]))
+        >>> opt = SAM(torch.optim.SGD([w], lr=0.1), rho=0.5)
+        >>> def closure():
+        ...     opt.zero_grad()
+        ...     loss = (w**2).sum() / 2
+        ...     loss.backward()
+        ...     return loss
+        >>> opt.step(closure)
+        tensor(0.5000)
+        >>> w.data
+        tensor([0.8500])
+    """
+
+    def __init__(
+        self,
+        base: Optimizer,
+        *,
+        rho: float = 0.05,
+        p: float = 2.0,
+        adaptive: bool | float = False,
+        ascent_steps: int = 1,
+        direction: Literal["gradient", "random"] = "gradient",
+        generator: torch.Generator | None = None,
+        model: nn.Module | None = None,
+        sync_perturbation: bool = False,
+    ) -> None:
+        check_base(base)
+        if isinstance(base, SAM):
+            raise TypeError("base is a SAM already: wrap the optimizer inside it, once.")
+        self.base = base
+        self.p = check_p(p)
+        self.eta = check_adaptive(adaptive)
+        self.ascent_steps = check_ascent_steps(ascent_steps, self.p, direction)
+        self.direction = direction
+        self.generator = generator
+        self.sync_perturbation = sync_perturbation
+        self._rho = check_rho(rho)
+        self._model: nn.Module | None = None
+        self._radii()
+        workers.check_model(model, self._parameters(), sync_perturbation)
+        self.__setstate__({"_model": model})
+        if generator is not None and direction == "random":
+            self.param_groups[0][GENERATOR_KEY] = generator.get_state()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the base optimizer; it may have a radius ``sam_rho`` of its own."""
+        if "sam_rho" in param_group:
+            check_rho(param_group["sam_rho"], "sam_rho")
+        super().add_param_group(param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients."""
+        # Outside of a pass at w + eps a new step begins: after a step that a GradScaler skipped, the gradients of the
+        # second pass are gone and must not be taken to be there.
+        self._step_state.ready &= self._step_state.away
+        super().zero_grad(set_to_none)
+
+    @property
+    def rho(self) -> float:
+        """The radius of the groups that have none of their own."""
+        return self._rho
+
+    @rho.setter
+    def rho(self, rho: float) -> None:
+        self._rho = check_rho(rho)
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model whose running statistics and gradient reduction SAM looks after. May be assigned to."""
+        return self._model
+
+    @model.setter
+    def model(self, model: nn.Module | None) -> None:
+        workers.check_model(model, self._parameters(), self.sync_perturbation)
+        self._model = model
+        self._buffers = NormalisationBuffers(model)
+
+    @property
+    def metrics(self) -> SAMMetrics:
+        """What the last step measured."""
+        return self._step_state.metrics
+
+    # Steps.
+
+    @contextlib.contextmanager
+    def perturbed(self) -> Iterator[None]:
+        r"""Stand at :math:`w + \epsilon` within the block, with the direction of the gradients that are there on entry.
+
+        The gradients are reset on entry; those of the pass within the block are what the next ``step()`` uses. On exit,
+        by an exception too, w comes back bit for bit. The running statistics of ``model`` are those from before.
+
+        Gradients from several backward passes before the block, and again within it, are gradient accumulation with one
+        shared perturbation. Gradients of a scaled loss need no unscaling before the block: :math:`\epsilon` does not
+        depend on the scale.
+
+        Raises:
+            ValueError: within another ``perturbed()``, without gradients, or with ``ascent_steps`` above 1, which needs
+                a closure.
+        """
+        if self.ascent_steps > 1:
+            raise ValueError(
+                f"perturbed() takes one ascent step, but ascent_steps={self.ascent_steps}: the steps in between need "
+                "gradients of their own. Use step(closure), or ascent_steps=1."
+            )
+        self._check_home("perturbed()")
+        with self._away() as norms:
+            self._step_state.metrics = SAMMetrics(grad_norm=norms.gradient, perturbation_norm=norms.perturbation)
+            yield
+        self._step_state.ready = any(p.grad is not None for p in self._parameters())
+
+    @overload  # type: ignore[override]
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Closure, *, ascent: Closure | None = None) -> Tensor | None: ...
+    @overload
+    def step(self, closure: Sequence[Closure], *, weights: Sequence[float] | None = None) -> Tensor: ...
+
+    def step(
+        self,
+        closure: Closure | Sequence[Closure] | None = None,
+        *,
+        ascent: Closure | None = None,
+        weights: Sequence[float] | None = None,
+    ) -> Tensor | None:
+        """Take a step.
+
+        Args:
+            closure: a function that zeroes the gradients, computes the loss, calls ``backward()`` and returns the loss;
+                or a list of them, one for each micro-batch, each of which gets its own perturbation (m-sharpness): the
+                average of their SAM gradients is used, for which one more copy of the gradients is needed. None after
+                a pass within ``perturbed()``.
+            ascent: another closure that the direction comes from (a part of the batch, say). Each is called once.
+            weights: how much each micro-batch counts, such as its number of examples; equal if None.
+
+        Returns:
+            The loss at w (the weighted mean, for a list). With ``ascent``, or where no first pass was needed, the loss
+            at w + eps. None without a closure.
+
+        Raises:
+            TypeError: neither a closure nor a pass within ``perturbed()`` came before, or the closure returned no loss.
+        """
+        state = self._step_state
+        self._check_home("step()")
+        if closure is not None and not callable(closure):
+            return self._step_micro_batches(list(closure), ascent, weights)
+        if weights is not None:
+            raise ValueError("weights goes with a list of closures, one weight for each.")
+        if closure is None or state.ready:
+            self._step_ready(closure)
+            return None
+        state.metrics = self._sam_gradient(closure, ascent, reduce=True)
+        self.base.step()
+        measured_at_w = ascent is None and self._needs_first_pass()
+        return state.metrics.loss if measured_at_w else state.metrics.perturbed_loss
+
+    def _step_ready(self, closure: Closure | None) -> None:
+        """Take the base step after ``perturbed()``. A closure here is a trainer's do-nothing wrapper."""
+        if not self._step_state.ready and not self._is_initialisation():
+            raise TypeError(
+                "SAM.step() needs a closure, or a pass at the perturbed weights before it: SAM evaluates the loss "
+                "twice. Pass a function that zeroes the gradients, computes the loss, calls backward() and returns the "
+                "loss; or run the second pass, with its backward(), inside `with opt.perturbed():`."
+            )
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        self._step_state.ready = False
+        self.base.step()
+
+    def _step_micro_batches(
+        self, closures: list[Closure], ascent: Closure | None, weights: Sequence[float] | None
+    ) -> Tensor:
+        if ascent is not None:
+            raise ValueError("ascent goes with one closure, not with a list: each closure gives its own direction.")
+        shares = shares_of(closures, weights)
+        parameters = list(self._parameters())
+        mean = GradientMean(parameters)
+        measured = []
+        for closure, share in zip(closures, shares, strict=True):
+            measured.append(self._sam_gradient(closure, None, reduce=False))
+            mean.take(share)
+        mean.put()
+        if workers.is_parallel() and hasattr(workers.unwrap(self.model), "no_sync"):
+            workers.average_gradients(parameters, self.model)
+        self._step_state.metrics = weighted_mean(measured, shares)
+        self.base.step()
+        metrics = self._step_state.metrics
+        return metrics.loss if self._needs_first_pass() else metrics.perturbed_loss
+
+    def _sam_gradient(self, closure: Closure, ascent: Closure | None, *, reduce: bool) -> SAMMetrics:
+        """Run the passes of one closure; the SAM gradient is left in the parameters' gradients."""
+        if ascent is not None and self.direction == "random":
+            raise ValueError('ascent gives the direction, but direction="random" needs none. Leave one of them out.')
+        if not self.sync_perturbation and not self._step_state.warned:
+            self._step_state.warned = True
+            workers.warn_if_passes_cannot_be_local(self.model, self._parameters())
+        self._step_state.ready = False
+        random = RandomState({group["params"][0].device for group in self.param_groups if group["params"]})
+        loss = None
+        if self._needs_first_pass():
+            loss = self._pass(ascent or closure, reduce=self.sync_perturbation)
+        with self._away(several=self.ascent_steps > 1) as norms:
+            for _ in range(1, self.ascent_steps):
+                random.restore()
+                self._pass(ascent or closure, reduce=self.sync_perturbation)
+                norms = norms._replace(perturbation=self._ascend(several=True).perturbation)
+                self._drop_gradients()
+            random.restore()
+            perturbed_loss = self._pass(closure, reduce=reduce)
+        return SAMMetrics(
+            loss=perturbed_loss.new_full((), math.nan) if loss is None else loss,
+            perturbed_loss=perturbed_loss,
+            sharpness=perturbed_loss.new_full((), math.nan) if loss is None or ascent else perturbed_loss - loss,
+            grad_norm=norms.gradient,
+            perturbation_norm=norms.perturbation,
+        )
+
+    def _pass(self, closure: Closure, *, reduce: bool) -> Tensor:
+        """Call a closure and return its loss, kept safe from what later passes overwrite (CUDA graphs do)."""
+        with torch.enable_grad(), contextlib.nullcontext() if reduce else workers.local_pass(self.model):
+            loss = closure()
+        if loss is None:
+            raise TypeError("The closure returned None: it must return the loss, after calling backward() on it.")
+        loss = torch.as_tensor(loss)
+        if loss.numel() != 1:
+            raise ValueError(f"The closure must return a scalar loss, got a tensor of shape {tuple(loss.shape)}.")
+        return loss.detach().clone()
+
+    @contextlib.contextmanager
+    def _away(self, several: bool = False) -> Iterator[AscentNorms]:
+        """Climb on entry, come back on exit, whatever happens in between."""
+        state = self._step_state
+        state.neighbourhood.prepare(self.param_groups, self._radii())
+        if self.direction == "gradient" and not self._has_gradient():
+            raise ValueError(
+                "There are no gradients to climb along: none of the parameters with a radius above 0 has one. "
+                "Call backward() on the loss first (in a closure: before it returns)."
+            )
+        state.ready = False
+        state.neighbourhood.save()
+        self._buffers.save()
+        state.away = True
+        try:
+            norms = self._ascend(several)
+            self._drop_gradients()
+            yield norms
+        finally:
+            state.neighbourhood.restore()
+            self._buffers.restore()
+            state.away = False
+
+    def _ascend(self, several: bool) -> AscentNorms:
+        if self.direction == "random" and self.generator is None:
+            shared = self.sync_perturbation or any(sharding.is_sharded(p) for p in self._parameters())
+            self.generator = direction_generator(self._device(), shared=shared)
+        noise = self.generator if self.direction == "random" else None
+        downhill = [bool(group.get("maximize", False)) for group in self.param_groups]
+        norms = self._step_state.neighbourhood.ascend(
+            self._radii(), p=self.p, eta=self.eta, downhill=downhill, noise=noise, several=several
+        )
+        if noise is not None:
+            self.param_groups[0][GENERATOR_KEY] = noise.get_state()
+            return norms._replace(gradient=torch.full_like(norms.gradient, math.nan))
+        return norms
+
+    # Checkpoints and copies.
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of SAM or of its base optimizer."""
+        super().load_state_dict(state_dict)
+        self._step_state.ready = False
+        generator_state = self.param_groups[0].get(GENERATOR_KEY)
+        if generator_state is not None and self.direction == "random":
+            if self.generator is None:
+                self.generator = torch.Generator(self._device())
+            self.generator.set_state(generator_state.cpu())
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = (
+            "base",
+            "p",
+            "eta",
+            "ascent_steps",
+            "direction",
+            "generator",
+            "sync_perturbation",
+            "_rho",
+            "_model",
+        )
+        return {name: self.__dict__[name] for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._step_state = _StepState()
+        self._buffers = NormalisationBuffers(self._model)
+
+    def __repr__(self) -> str:
+        settings = f"rho={self.rho}, p={self.p}"
+        settings += f", adaptive={self.eta}" if self.eta is not None else ""
+        settings += f", ascent_steps={self.ascent_steps}" if self.ascent_steps > 1 else ""
+        settings += ', direction="random"' if self.direction == "random" else ""
+        return f"SAM({settings}, base={self.base!r})"
+
+    # Small questions.
+
+    def _parameters(self) -> Iterator[Tensor]:
+        return (p for group in self.param_groups for p in group["params"])
+
+    def _drop_gradients(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad = None
+
+    def _device(self) -> torch.device:
+        return next(self._parameters()).device
+
+    def _radii(self) -> list[float]:
+        return [check_rho(group.get("sam_rho", self._rho), "sam_rho") for group in self.param_groups]
+
+    def _has_gradient(self) -> bool:
+        groups = [group for group, radius in zip(self.param_groups, self._radii(), strict=True) if radius > 0]
+        return not groups or any(p.grad is not None for group in groups for p in group["params"] if p.requires_grad)
+
+    def _needs_first_pass(self) -> bool:
+        return self.direction == "gradient" or self._buffers.present()
+
+    def _check_home(self, call: str) -> None:
+        if self._step_state.away:
+            raise ValueError(
+                f"{call} was called inside `with opt.perturbed():`, where the weights are perturbed. "
+                "Leave the block first: step() comes after it, and one block cannot stand in another."
+            )
+
+    def _is_initialisation(self) -> bool:
+        """Whether this is the bare step by which torch.distributed.checkpoint makes an optimizer create its state."""
+        return not self.state and all(float(group.get("lr", 1.0)) == 0 for group in self.param_groups)

@@ -1,0 +1,71 @@
+"""An optimizer around another one, that is one with it for schedulers, checkpoints and trainers."""
+
+from typing import Any
+
+from torch.optim import Optimizer
+
+
+class OptimizerWrapper(Optimizer):
+    """Shares parameter groups, state and defaults with the optimizer it wraps, and passes everything else on to it.
+
+    Subclasses set ``base`` and call ``__setstate__`` in place of ``Optimizer.__init__``, which would make groups and
+    state of its own.
+    """
+
+    base: Optimizer
+
+    # Properties, because loading a state dict replaces both objects in the base optimizer.
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The base optimizer's parameter groups."""
+        return self.base.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.base.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """The base optimizer's state."""
+        return self.base.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.base.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The base optimizer's defaults."""
+        return self.base.defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the base optimizer."""
+        self.base.add_param_group(param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients."""
+        self.base.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the base optimizer's state dict."""
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        state_dict = self.base.state_dict()
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            replaced = post_hook(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
+        return state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict into the base optimizer."""
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = pre_hook(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
+        self.base.load_state_dict(state_dict)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        super().__setstate__({})  # the tables of hooks

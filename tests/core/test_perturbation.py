@@ -1,0 +1,131 @@
+"""Equation 2 for every p, against its formula and against what it must maximise."""
+
+import math
+
+import pytest
+import references
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flatmin import ascent_step, random_step
+from flatmin.core import perturbation
+
+P = [1.0, 1.2, 1.5, 2.0, 3.0, 10.0, math.inf]
+
+
+def tensors(seed=0, dtype=torch.float64):
+    """Two tensors and a scalar, so that a norm per tensor would fail."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in ((3, 4), (5,), ())]
+
+
+@pytest.mark.parametrize("p", P)
+def test_the_step_is_equation_2_with_a_joint_norm(p):
+    g = tensors()
+    torch.testing.assert_close(
+        references.flat(ascent_step(g, rho=0.3, p=p)), references.eq2(references.flat(g), 0.3, p), rtol=1e-12, atol=0
+    )
+
+
+@pytest.mark.parametrize("p", P)
+def test_the_step_has_p_norm_rho_and_reaches_the_dual_norm(p):
+    """The maximum of <eps, g> over the ball is rho ||g||_q (Hoelder's inequality is an equality)."""
+    g = references.flat(tensors(1))
+    eps = references.flat(ascent_step(tensors(1), rho=0.3, p=p))
+    torch.testing.assert_close(eps.norm(p=p), torch.tensor(0.3, dtype=torch.float64))
+    torch.testing.assert_close(eps @ g, 0.3 * g.norm(p=references.dual_exponent(p)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=6), st.sampled_from(P), st.integers(0, 100))
+def test_no_other_point_of_the_ball_has_a_larger_linearised_loss(values, p, seed):
+    g = torch.tensor(values, dtype=torch.float64)
+    eps = ascent_step([g], rho=1.0, p=p)[0]
+    other = torch.randn(len(g), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    other = other / other.norm(p=p)
+    assert other @ g <= eps @ g + 1e-9 * (1 + g.abs().sum())
+
+
+def test_p_inf_is_rho_times_the_sign():
+    assert ascent_step([torch.tensor([3.0, -0.1, 0.0])], rho=0.5, p=math.inf)[0].tolist() == [0.5, -0.5, 0.0]
+
+
+def test_p_1_moves_the_largest_coordinate_only():
+    eps = ascent_step([torch.tensor([3.0, -0.1]), torch.tensor([-4.0])], rho=0.5, p=1.0)
+    assert [e.tolist() for e in eps] == [[0.0, 0.0], [-0.5]]
+
+
+def test_p_1_shares_the_step_among_equally_large_coordinates():
+    assert ascent_step([torch.tensor([-4.0, 1.0]), torch.tensor([4.0])], rho=0.5, p=1)[0].tolist() == [-0.25, 0.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1e-36, 1e-30, 1.0, 1e25, 1e37])
+@pytest.mark.parametrize("p", P)
+def test_neither_overflow_nor_underflow_changes_the_norm(p, size, dtype):
+    unit = tensors()
+    g = [(t * size).to(dtype) for t in unit]
+    eps = references.flat(ascent_step(g, rho=0.05, p=p))
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    assert eps.norm(p=p).item() == pytest.approx(0.05, rel=tolerance)
+
+
+def test_a_subnormal_gradient_gives_a_finite_step_no_longer_than_rho():
+    eps = references.flat(ascent_step([torch.full((3,), 1e-42)], rho=0.05))
+    assert 0 < eps.norm().item() <= 0.05
+
+
+def test_a_half_precision_gradient_is_not_lost_in_its_reciprocal_norm():
+    g = [torch.full((4,), 1e-7, dtype=torch.float16)]
+    assert references.flat(ascent_step(g, rho=0.05)).norm().item() == pytest.approx(0.05, rel=1e-3)
+
+
+@pytest.mark.parametrize("p", P)
+@pytest.mark.parametrize("bad", [0.0, math.inf, -math.inf, math.nan])
+def test_a_zero_or_non_finite_gradient_gives_no_step(p, bad):
+    g = [torch.zeros(3), torch.tensor([bad, 0.0])]
+    if bad != 0:
+        g[0] += 1.0
+    assert references.flat(ascent_step(g, rho=0.3, p=p)).tolist() == [0.0] * 5
+
+
+@pytest.mark.parametrize("p", P)
+def test_scales_follow_the_one_formula(p):
+    g, w = tensors(2), tensors(3)
+    scales = [0.5 * (t.abs() + 0.01) for t in w]
+    expected = references.scaled_eq2(references.flat(g), references.flat(scales), p)
+    torch.testing.assert_close(references.flat(ascent_step(g, p=p, scales=scales)), expected, rtol=1e-11, atol=1e-15)
+
+
+@pytest.mark.parametrize("p", P)
+def test_a_random_step_has_the_same_norm_and_is_gaussian_noise(p):
+    like = tensors()
+    eps = references.flat(random_step(like, rho=0.3, p=p, generator=torch.Generator().manual_seed(5)))
+    assert eps.norm(p=p).item() == pytest.approx(0.3)
+    generator = torch.Generator().manual_seed(5)
+    noise = references.flat([torch.empty_like(t).normal_(generator=generator) for t in like])
+    torch.testing.assert_close(eps, 0.3 * noise / noise.norm(p=p))
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
+@pytest.mark.parametrize("size", [0.1, 1.0, 30.0])
+def test_the_projection_is_the_nearest_point_of_the_ball(p, size):
+    x = [t * size for t in tensors(4)] + [torch.randn(500, generator=torch.Generator().manual_seed(1)).double() * size]
+    expected = references.projection(references.flat(x), p)
+    perturbation.project_(x, p)
+    torch.testing.assert_close(references.flat(x), expected, rtol=1e-12, atol=1e-14)
+
+
+def test_a_complex_gradient_is_a_pair_of_real_ones():
+    g = torch.tensor([3.0 + 4.0j])
+    torch.testing.assert_close(ascent_step([g], rho=0.5)[0], torch.tensor([0.3 + 0.4j]))
+    torch.testing.assert_close(ascent_step([g], rho=0.5, p=math.inf)[0], torch.tensor([0.5 + 0.5j]))
+
+
+def test_rows_merge_whatever_their_sizes_and_empty_parts_count_nothing():
+    u = torch.tensor([1e-30, 2e-30, 3e25, 4e25, 0.0])
+    for q in P:
+        parts = [perturbation.row(part, q) for part in (u[:2], u[2:], u[:0])]
+        whole = perturbation.join(torch.stack(parts), q)
+        assert perturbation.norm(whole, q).item() == pytest.approx(u.double().norm(p=q).item())
