@@ -155,9 +155,7 @@ def test_mixups_weight_has_the_moments_of_the_beta_distribution():
 
 
 def test_resize_gives_the_asked_size_and_leaves_constants_alone():
-    assert torch.allclose(
-        augment.resize(torch.full((2, 3, 32, 32), 0.3), 48), torch.full((2, 3, 48, 48), 0.3)
-    )
+    assert torch.allclose(augment.resize(torch.full((2, 3, 32, 32), 0.3), 48), torch.full((2, 3, 48, 48), 0.3))
     same = torch.rand(1, 3, 32, 32)
     assert augment.resize(same, 32) is same
 

@@ -41,11 +41,7 @@ def test_drop_last_gives_full_batches_only():
 
 
 def test_epochs_and_seeds_have_orders_of_their_own():
-    orders = [
-        np.concatenate(epoch_batches(500, Data(), seed, epoch)).tolist()
-        for seed in (0, 1)
-        for epoch in (0, 1)
-    ]
+    orders = [np.concatenate(epoch_batches(500, Data(), seed, epoch)).tolist() for seed in (0, 1) for epoch in (0, 1)]
     assert len({tuple(order) for order in orders}) == 4
 
 
@@ -108,9 +104,7 @@ def test_svhn_gets_its_policy_without_flip_and_crop():
     def unmoved(name):
         data = Data(name=name, augment="autoaugment", cutout_size=1, batch_size=64)
         batch = next(iter(a_pipeline(data).training(images, epoch=0)))
-        plain = next(
-            iter(a_pipeline(Data(name=name, augment="none", batch_size=64)).training(images, epoch=0))
-        )
+        plain = next(iter(a_pipeline(Data(name=name, augment="none", batch_size=64)).training(images, epoch=0)))
         return sum(int((a != b).sum() <= 3) for a, b in zip(batch.inputs, plain.inputs, strict=True))
 
     assert unmoved("svhn") >= 2

@@ -63,28 +63,16 @@ class Data:
     def __post_init__(self) -> None:
         """Check every field."""
         _conform(self)
-        if self.name not in DATASETS and not (
-            self.name.startswith(FOLDER_PREFIX) and self.name != FOLDER_PREFIX
-        ):
-            raise _error(
-                self, "name", f"one of {', '.join(DATASETS)}, or folder:PATH", _close(self.name, DATASETS)
-            )
+        if self.name not in DATASETS and not (self.name.startswith(FOLDER_PREFIX) and self.name != FOLDER_PREFIX):
+            raise _error(self, "name", f"one of {', '.join(DATASETS)}, or folder:PATH", _close(self.name, DATASETS))
         _require(self, "mixup", self.mixup >= 0, "at least 0 (0 is without Mixup)")
         _require(self, "cutout_size", self.cutout_size >= 1, "at least 1 pixel")
         _require(self, "batch_size", self.batch_size >= 1, "at least 1")
-        _require(
-            self, "image_size", self.image_size is None or self.image_size >= 8, "at least 8 pixels, or None"
-        )
-        _require(
-            self, "train_size", self.train_size is None or self.train_size >= 1, "at least 1, or None for all"
-        )
+        _require(self, "image_size", self.image_size is None or self.image_size >= 8, "at least 8 pixels, or None")
+        _require(self, "train_size", self.train_size is None or self.train_size >= 1, "at least 1, or None for all")
         _require(self, "validation", 0 <= self.validation < 1, "in [0, 1); the paper holds out 0.1")
-        _require(
-            self, "label_noise", 0 <= self.label_noise <= 1, "in [0, 1]; the paper has 0.2, 0.4, 0.6 and 0.8"
-        )
-        _require(
-            self, "extra", not self.extra or self.name == "svhn", "false: only svhn has additional images"
-        )
+        _require(self, "label_noise", 0 <= self.label_noise <= 1, "in [0, 1]; the paper has 0.2, 0.4, 0.6 and 0.8")
+        _require(self, "extra", not self.extra or self.name == "svhn", "false: only svhn has additional images")
         _require(self, "seed", self.seed >= 0, "at least 0")
 
 
@@ -190,9 +178,7 @@ class Optim:
                 check(getattr(self, name))
             except ValueError as error:
                 raise SpecError(f"optim.{name}: {error}") from None
-        _require(
-            self, "adaptive", self.adaptive is None or self.adaptive >= 0, "at least 0, or None for plain SAM"
-        )
+        _require(self, "adaptive", self.adaptive is None or self.adaptive >= 0, "at least 0, or None for plain SAM")
         _require(self, "ascent_steps", self.ascent_steps >= 1, "at least 1")
         _require(
             self,
@@ -207,14 +193,10 @@ class Optim:
             "1 where direction is random",
         )
         _require(self, "m", self.m is None or self.m >= 1, "at least 1, or None")
-        _require(
-            self, "m", self.m is None or not self.sync_perturbation, "None where sync_perturbation is true"
-        )
+        _require(self, "m", self.m is None or not self.sync_perturbation, "None where sync_perturbation is true")
         for name in ("adaptive", "m", "sync_perturbation", "second_order"):
             set_without_sam = self.rho == 0 and getattr(self, name) not in (None, False)
-            _require(
-                self, name, not set_without_sam, "left alone where rho is 0: without SAM it has no meaning"
-            )
+            _require(self, name, not set_without_sam, "left alone where rho is 0: without SAM it has no meaning")
         _require(
             self,
             "second_order",

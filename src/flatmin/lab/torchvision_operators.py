@@ -17,9 +17,7 @@ SCHEMAS = (
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 )
 
-_declared: torch.library.Library | None = (
-    None  # torch forgets the operators of a Library that is garbage-collected
-)
+_declared: torch.library.Library | None = None  # torch forgets the operators of a Library that is garbage-collected
 
 
 def declare_missing_operators() -> bool:

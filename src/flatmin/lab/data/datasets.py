@@ -131,9 +131,7 @@ def _svhn(data: Data, data_root: Path | None) -> tuple[MemoryImages, MemoryImage
 
 
 def _fashion_mnist(data_root: Path | None) -> tuple[MemoryImages, MemoryImages]:
-    folders = [
-        root / part for root in search_path(data_root) for part in ("FashionMNIST/raw", "fashion-mnist")
-    ]
+    folders = [root / part for root in search_path(data_root) for part in ("FashionMNIST/raw", "fashion-mnist")]
     folders.append(DEBIAN_FASHION_MNIST)
     folder = next((f for f in folders if any(f.glob("train-images-idx3-ubyte*"))), None)
     if folder is None:
@@ -181,9 +179,7 @@ def _as_files(data: Data, data_root: Path | None, size: int) -> tuple[FileImages
         if missing is not None:
             raise DataError(f"{missing} is missing: {data.name} is incomplete. Fetch it again.")
         labels = np.array([label for _, label in listing], dtype=np.int64)
-        return FileImages(
-            paths=paths, labels=labels, size=size, random_crop=data.augment == "imagenet", pool=pool
-        )
+        return FileImages(paths=paths, labels=labels, size=size, random_crop=data.augment == "imagenet", pool=pool)
 
     return images(listings[0]), images(listings[1])
 
@@ -217,15 +213,12 @@ def _listings(name: str, data_root: Path | None) -> tuple[Listing, Listing]:
         try:
             if name == "pets":  # the one without a `loader`
                 part = kind(root, split=split)
-                return [
-                    (Path(path), int(label)) for path, label in zip(part._images, part._labels, strict=True)
-                ]
+                return [(Path(path), int(label)) for path, label in zip(part._images, part._labels, strict=True)]
             part = kind(root, split=split, loader=_path_itself)
             return [(Path(path), int(label)) for path, label in (part[i] for i in range(len(part)))]
         except (RuntimeError, OSError, ValueError, KeyError) as error:
             raise DataError(
-                f"{name} in {root} is incomplete or damaged: {error} "
-                f"It needs {info.files} (source: {info.source})."
+                f"{name} in {root} is incomplete or damaged: {error} It needs {info.files} (source: {info.source})."
             ) from error
 
     return [pair for split in train_splits for pair in listing(split)], listing(test_split)
@@ -245,9 +238,7 @@ def _class_folders(folder: Path) -> tuple[Listing, Listing]:
     train, test = parts
     if train.classes != test.classes:
         only = sorted(set(train.classes) ^ set(test.classes))
-        raise DataError(
-            f"{folder}/train and {folder}/test must have the same classes; only one of them has {only}."
-        )
+        raise DataError(f"{folder}/train and {folder}/test must have the same classes; only one of them has {only}.")
     return tuple([(Path(path), label) for path, label in part.samples] for part in parts)  # type: ignore[return-value]
 
 

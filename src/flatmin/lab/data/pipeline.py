@@ -121,9 +121,7 @@ class Pipeline:
         else:
             # Partners come from the global batch, so that the mixtures do not depend on the number of
             # workers.
-            partners = examples[permutation(len(examples), self.seed, Purpose.MIXUP_PARTNER, epoch, number)][
-                mine
-            ]
+            partners = examples[permutation(len(examples), self.seed, Purpose.MIXUP_PARTNER, epoch, number)][mine]
             needed, places = np.unique(np.concatenate([own, partners]), return_inverse=True)
         inputs = self._inputs(images, Draw(seed=self.seed, epoch=epoch, examples=needed), augmented=True)
         if weight != 1.0:

@@ -1,5 +1,6 @@
 """From a `Model` spec to a network: the paper's small networks from here, all others from timm."""
 
+from difflib import get_close_matches
 from typing import Any
 
 from torch import nn
@@ -94,9 +95,7 @@ def _from_timm(name: str, num_classes: int, in_channels: int) -> nn.Module:
     import timm  # isort: skip
 
     if not timm.is_model(name):
-        close = timm.list_models(f"*{name.split('_')[0]}*")[:8]
-        raise ModelError(
-            f"timm {timm.__version__} has no network {name!r}. It has, for example: {', '.join(close)}."
-        )
+        close = get_close_matches(name, timm.list_models(), n=5, cutoff=0.4)
+        raise ModelError(f"timm {timm.__version__} has no network {name!r}. The nearest are {', '.join(close)}.")
     network: nn.Module = timm.create_model(name, num_classes=num_classes, in_chans=in_channels)
     return network

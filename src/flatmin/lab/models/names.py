@@ -78,23 +78,11 @@ def check_model_name(name: str) -> ParsedName:
 
 
 def _check_numbers(parsed: ParsedName) -> None:
-    if parsed.family == "wrn" and not (
-        parsed.depth >= 10 and (parsed.depth - 4) % 6 == 0 and parsed.width >= 1
-    ):
-        raise ValueError(
-            "wrn-DEPTH-WIDTH with DEPTH = 6 n + 4 (10, 16, 22, 28, 40, ...) and WIDTH at least 1"
-        )
-    if parsed.family == "shake-shake" and not (
-        parsed.depth >= 8 and (parsed.depth - 2) % 6 == 0 and parsed.width >= 1
-    ):
-        raise ValueError(
-            "shake-shake-DEPTH-2xWIDTHd with DEPTH = 6 n + 2 (8, 14, 20, 26, ...) and WIDTH at least 1"
-        )
-    if parsed.family == "pyramidnet" and not (
-        parsed.depth >= 11 and (parsed.depth - 2) % 9 == 0 and parsed.alpha >= 1
-    ):
-        raise ValueError(
-            "pyramidnet-DEPTH-ALPHA with DEPTH = 9 n + 2 (11, 20, 29, ..., 272) and ALPHA at least 1"
-        )
+    if parsed.family == "wrn" and not (parsed.depth >= 10 and (parsed.depth - 4) % 6 == 0 and parsed.width >= 1):
+        raise ValueError("wrn-DEPTH-WIDTH with DEPTH = 6 n + 4 (10, 16, 22, 28, 40, ...) and WIDTH at least 1")
+    if parsed.family == "shake-shake" and not (parsed.depth >= 8 and (parsed.depth - 2) % 6 == 0 and parsed.width >= 1):
+        raise ValueError("shake-shake-DEPTH-2xWIDTHd with DEPTH = 6 n + 2 (8, 14, 20, 26, ...) and WIDTH at least 1")
+    if parsed.family == "pyramidnet" and not (parsed.depth >= 11 and (parsed.depth - 2) % 9 == 0 and parsed.alpha >= 1):
+        raise ValueError("pyramidnet-DEPTH-ALPHA with DEPTH = 9 n + 2 (11, 20, 29, ..., 272) and ALPHA at least 1")
     if parsed.family == "cnn" and parsed.width < 1:
         raise ValueError("cnn-WIDTH with WIDTH at least 1")

@@ -45,9 +45,7 @@ class BasicBlock(nn.Module):
 class ResNetCifar(nn.Module):
     """ResNet of depth 6 n + 2: three groups of n blocks with 16, 32 and 64 channels."""
 
-    def __init__(
-        self, depth: int, *, num_classes: int, in_channels: int = 3, shortcut: Shortcut = "identity"
-    ) -> None:
+    def __init__(self, depth: int, *, num_classes: int, in_channels: int = 3, shortcut: Shortcut = "identity") -> None:
         super().__init__()
         self.conv1, self.norm1 = conv3x3(in_channels, 16), nn.BatchNorm2d(16)
         blocks: list[nn.Module] = []

@@ -10,8 +10,8 @@ from flatmin.lab.models.layers import conv3x3, initialise
 class WideBlock(nn.Module):
     """Norm, ReLU, convolution, twice, on top of the identity (or a 1x1 convolution where the shape changes).
 
-    Without batch norm the residual branch is multiplied by a learned scalar that starts at 0 (SkipInit: De
-    and Smith, 2020), so that every block starts as its shortcut, and the convolutions have biases.
+    Without batch norm the convolutions have biases, and the residual branch is multiplied by a learned scalar that starts
+    at 0 (SkipInit: De and Smith, 2020), so that every block starts as its shortcut.
     """
 
     def __init__(self, in_channels: int, channels: int, stride: int, *, batch_norm: bool) -> None:
@@ -64,6 +64,24 @@ class WideResNet(nn.Module):
         self.norm = nn.BatchNorm2d(channels) if batch_norm else nn.Identity()
         self.head = nn.Linear(channels, num_classes)
         initialise(self)
+        if not batch_norm:
+            self._start_without_norm()
+
+    @torch.no_grad()
+    def _start_without_norm(self) -> None:
+        """Start where neither activations nor gradients grow with the depth, once the scalars leave 0.
+
+        The variance of activations is kept on the way forward (fan_in), and with L blocks both convolutions of a branch
+        are multiplied by L^(-1/2), as Fixup does with its first one (Zhang et al., 2019): without that, a WRN-40
+        diverges at the learning rates it is usually trained with.
+        """
+        for layer in self.modules():
+            if isinstance(layer, nn.Conv2d):
+                nn.init.kaiming_normal_(layer.weight, mode="fan_in", nonlinearity="relu")
+        for layer in self.modules():
+            if isinstance(layer, WideBlock):
+                layer.conv1.weight.mul_(len(self.blocks) ** -0.5)
+                layer.conv2.weight.mul_(len(self.blocks) ** -0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits (N, num_classes) of images (N, C, H, W)."""
