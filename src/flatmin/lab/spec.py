@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import tyro
 
-from flatmin.core.perturbation import check_p, check_rho
+from flatmin.core.arguments import check_p, check_rho
 from flatmin.lab.data.catalog import DATASETS, FOLDER_PREFIX
 from flatmin.lab.models.names import check_model_name
 
@@ -234,6 +234,8 @@ class Experiment:
     optim: Optim = field(default_factory=Optim)
     epochs: int = 10
     """Passes over the training set."""
+    evaluate_every: int = 1
+    """Evaluate after every so many epochs, and after the last one."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """bfloat16: autocast (weights stay float32); auto does that where the hardware has it."""
     compile: bool = False
@@ -245,6 +247,7 @@ class Experiment:
         """Check every field."""
         _conform(self)
         _require(self, "epochs", self.epochs >= 1, "at least 1")
+        _require(self, "evaluate_every", self.evaluate_every >= 1, "at least 1")
         _require(
             self.optim,
             "warmup_epochs",

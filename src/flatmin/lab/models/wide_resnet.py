@@ -10,8 +10,8 @@ from flatmin.lab.models.layers import conv3x3, initialise
 class WideBlock(nn.Module):
     """Norm, ReLU, convolution, twice, on top of the identity (or a 1x1 convolution where the shape changes).
 
-    Without batch norm the convolutions have biases, and the residual branch is multiplied by a learned scalar that starts
-    at 0 (SkipInit: De and Smith, 2020), so that every block starts as its shortcut.
+    Without batch norm the convolutions have biases, and the residual branch is multiplied by a learned scalar that
+    starts at 0 (SkipInit: De and Smith, 2020), so that every block starts as its shortcut.
     """
 
     def __init__(self, in_channels: int, channels: int, stride: int, *, batch_norm: bool) -> None:
@@ -44,7 +44,7 @@ class WideResNet(nn.Module):
         num_classes: outputs.
         in_channels: colour channels.
         batch_norm: False gives the network of the paper's Hessian figure, which has no batch norm. The paper
-            does not say how it was started; this one starts as in SkipInit, which is ours.
+            does not say how it was started; this one starts as in SkipInit with Fixup's factors, which is ours.
     """
 
     def __init__(
