@@ -24,7 +24,7 @@ from flatmin.lab.models.names import check_model_name
 Augment = Literal["none", "basic", "cutout", "autoaugment", "imagenet"]
 
 
-class SpecError(ValueError):
+class SpecError(Exception):
     """A value is not allowed; the message names the field, the value and what is allowed."""
 
 
@@ -34,7 +34,7 @@ class Data:
 
     name: str = "digits"
     """A dataset (`flatmin list` names them), or folder:PATH with PATH/{train,test}/CLASS/*.jpg."""
-    augment: Augment = "basic"
+    augment: Augment = "none"
     """none; basic (flip, pad 4, random crop); cutout (basic + Cutout); autoaugment (basic + the dataset's
     policy + Cutout; SVHN without basic, as in the reference code); imagenet (random resized crop, flip)."""
     mixup: float = 0.0
@@ -119,6 +119,10 @@ class Model:
             not self.freeze_batch_norm or self.checkpoint is not None,
             "false where there is no checkpoint: fresh statistics (0 and 1) normalise nothing",
         )
+
+    def without_checkpoint(self) -> "Model":
+        """Return the same network with fresh weights."""
+        return dataclasses.replace(self, checkpoint=None, head="auto", freeze_batch_norm=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,41 @@
+"""Means over replicas with confidence intervals, and paired comparisons (the paper's protocol, Section 3.1)."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over replicas and half the width of its confidence interval (NaN for one replica)."""
+
+    mean: float
+    half_width: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3g} ± {self.half_width:.2g}"
+
+
+def mean_and_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
+    r"""Return the mean and :math:`t_{n-1} s / \sqrt n`, Student's interval.
+
+    Example:
+        >>> mean_and_interval([1.0, 2.0, 3.0])
+        Interval(mean=2.0, half_width=2.4841...)
+    """
+    n = len(values)
+    if n < 2:
+        return Interval(float(values[0]), math.nan)
+    quantile = float(stats.t.ppf((1 + confidence) / 2, n - 1))
+    return Interval(float(np.mean(values)), quantile * float(np.std(values, ddof=1)) / math.sqrt(n))
+
+
+def paired_p_value(first: Sequence[float], second: Sequence[float]) -> float:
+    """Return the two-sided p-value of Student's paired t-test; 1 where all differences are 0."""
+    differences = np.subtract(first, second)
+    if np.all(differences == differences[0]):  # no spread: the test is not defined
+        return 1.0 if differences[0] == 0 else 0.0
+    return float(stats.ttest_rel(first, second).pvalue)

@@ -1,0 +1,75 @@
+"""A trained network with its data, read back from the directory of its run, to be measured."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from flatmin.lab.checkpoint import latest_checkpoint, read_state
+from flatmin.lab.data.datasets import Dataset, load_dataset
+from flatmin.lab.data.pipeline import Pipeline
+from flatmin.lab.models.build import build_model, input_statistics
+from flatmin.lab.run_directory import RunError
+from flatmin.lab.spec import Experiment
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """A network as its run left it, in evaluation mode, and the dataset it was trained on."""
+
+    experiment: Experiment
+    network: nn.Module
+    dataset: Dataset
+    pipeline: Pipeline
+
+    def training_batches(self, num_examples: int | None = None, batch_size: int = 500) -> list[tuple[Tensor, Tensor]]:
+        """Return training examples, not augmented, with the labels they were trained with (noise included).
+
+        Args:
+            num_examples: the first so many; all if None.
+            batch_size: the largest number of examples in one batch.
+        """
+        batches: list[tuple[Tensor, Tensor]] = []
+        left = len(self.dataset.train.labels) if num_examples is None else num_examples
+        for batch in self.pipeline.evaluation(self.dataset.train):
+            for inputs, labels in zip(batch.inputs.split(batch_size), batch.labels.split(batch_size), strict=True):  # type: ignore[no-untyped-call]
+                if left > 0:
+                    batches.append((inputs[:left], labels[:left]))
+                    left -= len(labels)
+        return batches
+
+
+def load_trained(path: Path, *, data_root: Path | None = None) -> Trained:
+    """Read a run's network and dataset; the run need not be finished.
+
+    Raises:
+        RunError: there is no run, or it has no whole checkpoint.
+        DataError: the dataset is missing or damaged.
+    """
+    try:
+        experiment = Experiment.from_json((path / "spec.json").read_text())
+    except FileNotFoundError:
+        raise RunError(f"{path} is not the directory of a run: it has no spec.json.") from None
+    folder = path / "checkpoints"
+    content = latest_checkpoint(folder) if folder.is_dir() else None
+    if content is None:
+        raise RunError(f"{path} has no whole checkpoint: there is nothing to measure. Train it again.")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dataset = load_dataset(experiment.data, data_root=data_root)
+    info = dataset.info
+    # The weights come from the run, so that the file it started from need not exist any more.
+    model = experiment.model.without_checkpoint()
+    network = build_model(model, num_classes=info.num_classes, in_channels=info.channels)
+    network.load_state_dict(read_state(content, torch.device("cpu"))["model"])
+    network.to(device).eval()
+    mean, std = input_statistics(network) or (info.mean, info.std)
+    pipeline = Pipeline(
+        data=experiment.data,
+        info=info,
+        mean=mean[: info.channels],
+        std=std[: info.channels],
+        seed=0,
+        device=device,
+    )
+    return Trained(experiment=experiment, network=network, dataset=dataset, pipeline=pipeline)
