@@ -1,7 +1,7 @@
-"""``flatmin demo``: SGD and SAM on 500 embedded digits, clean and with 40 % wrong labels, in three minutes on two cores.
+"""``flatmin demo``: SGD and SAM on 500 embedded digits, clean and with 40 % wrong labels, in minutes on two cores.
 
-Network, learning rate and rho come from a validation sweep (``examples/choose_demo_settings.py``) whose result is stored
-in ``demo_settings.json``; the test set had no part in it.
+Network, learning rate and rho come from a validation sweep (``examples/choose_demo_settings.py``) whose result is
+stored in ``demo_settings.json``; the test set had no part in it.
 """
 
 import json
@@ -150,7 +150,8 @@ def verdict(rows: list[Row], noise: float) -> str:
             f"(paired t-test, p = {p_value:.2f})."
         )
     direction = "lower" if sam.test_error.mean < sgd.test_error.mean else "higher"
-    return f"{condition} SAM's test error is {direction}: {change} (paired t-test over {len(SEEDS)} seeds, p = {p_value:.3f})."
+    evidence = f"paired t-test over {len(SEEDS)} seeds, p = {p_value:.3f}"
+    return f"{condition} SAM's test error is {direction}: {change} ({evidence})."
 
 
 @dataclass(frozen=True)

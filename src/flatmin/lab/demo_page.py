@@ -3,6 +3,7 @@
 import base64
 import html
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +33,8 @@ def write_page(path: Path, rows: "list[Row]", verdicts: list[str], settings: dic
     """Write the page with table, curves, spectra and landscapes, and return its path."""
     parts = [
         "<h1>SAM on 500 handwritten digits</h1>",
-        "<p>A small network trained with SGD, with SGD for twice as many epochs (SAM computes two gradients a step), and "
-        "with SAM; on clean labels and with 40 % of the training labels replaced by a wrong class. Three seeds each; "
+        "<p>A small network trained with SGD, with SGD for twice as many epochs (SAM computes two gradients a step), "
+        "and with SAM; on clean labels and with 40 % of the training labels replaced by a wrong class. Three seeds each; "
         "test errors on 500 other digits with clean labels.</p>",
         *(f'<p class="verdict">{html.escape(sentence)}</p>' for sentence in verdicts),
         _results_table(rows),
@@ -50,12 +51,12 @@ def write_page(path: Path, rows: "list[Row]", verdicts: list[str], settings: dic
         "directions and the same colours for SGD and SAM.</p>",
         _image(_landscapes(rows), "Loss landscapes of SGD and SAM"),
         "<h2>How network, learning rate and rho were chosen</h2>",
-        "<p>By the error on held-out validation digits, with other seeds; the test set had no part in it. First network "
-        "and learning rate for SGD, then rho for SAM, for each noise rate.</p>",
+        "<p>By the error on held-out validation digits, with other seeds; the test set had no part in it. First "
+        "network and learning rate for SGD, then rho for SAM, for each noise rate.</p>",
         _sweep_table(settings),
         f"<p>{html.escape(_chosen(settings))}</p>",
-        "<p>Data: Optical Recognition of Handwritten Digits, E. Alpaydin and C. Kaynak, UCI Machine Learning Repository "
-        "(CC BY 4.0).</p>",
+        "<p>Data: Optical Recognition of Handwritten Digits, E. Alpaydin and C. Kaynak, UCI Machine Learning "
+        "Repository (CC BY 4.0).</p>",
     ]
     head = f'<meta charset="utf-8"><title>flatmin demo</title><style>{STYLE}</style>'
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -91,7 +92,7 @@ def _chosen(settings: dict[str, Any]) -> str:
     return f"Chosen: {chosen['network']}, learning rate {chosen['lr']:g}; rho {radii}."
 
 
-def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     head = "".join(f"<th>{html.escape(h)}</th>" for h in header)
     body = "".join(
         "<tr>"

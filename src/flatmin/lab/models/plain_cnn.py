@@ -7,7 +7,7 @@ from flatmin.lab.models.layers import conv3x3, initialise
 
 
 class PlainCNN(nn.Module):
-    """Convolutions with width, 2 width and 4 width channels at 1, 1/2 and 1/4 of the size; means of quarters; linear."""
+    """Convolutions with width, 2 width, 4 width channels at 1, 1/2, 1/4 of the size; means of quarters; linear."""
 
     def __init__(self, width: int, *, num_classes: int, in_channels: int = 3) -> None:
         super().__init__()
