@@ -165,6 +165,7 @@ class Demo:
 
     def run(self, console: Console) -> None:
         """Train, measure, print the table, write the page."""
+        torch.set_num_threads(1)  # small networks: a second thread would only wait
         jobs = [
             (noise, method, experiment, seed, self.runs)
             for seed in SEEDS

@@ -34,8 +34,8 @@ def write_page(path: Path, rows: "list[Row]", verdicts: list[str], settings: dic
     parts = [
         "<h1>SAM on 500 handwritten digits</h1>",
         "<p>A small network trained with SGD, with SGD for twice as many epochs (SAM computes two gradients a step), "
-        "and with SAM; on clean labels and with 40 % of the training labels replaced by a wrong class. Three seeds each; "
-        "test errors on 500 other digits with clean labels.</p>",
+        "and with SAM; on clean labels and with 40 % of the training labels replaced by a wrong class. Three seeds "
+        "each; test errors on 500 other digits with clean labels.</p>",
         *(f'<p class="verdict">{html.escape(sentence)}</p>' for sentence in verdicts),
         _results_table(rows),
         "<p>Mean and 95 % confidence interval (Student's t). m-sharpness: how far the training loss rises within "

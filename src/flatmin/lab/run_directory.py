@@ -76,7 +76,11 @@ class RunDirectory:
                 self._check_spec()
             else:
                 _write_whole(self.path / "spec.json", self.experiment.to_json())
+        except RunError:
+            self.close()
+            raise
         except OSError as error:
+            self.close()
             raise StorageError(
                 f"{self.path} cannot be written to: {error}. Choose another folder with --runs."
             ) from error

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +83,13 @@ def join_workers() -> Iterator[Workers]:
         return
     starts = not dist.is_initialized()
     if starts:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        store, rank, count = next(rendezvous("env://"))
+        if os.environ.get("GROUP_WORLD_SIZE") == "1":
+            # After a restart, torchrun's store on a single host still has the addresses of the workers that died. (On
+            # several hosts the hosts' counts may differ; there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives a new store.)
+            store = PrefixStore(f"life-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=count)
     try:
         yield Workers(rank=dist.get_rank(), count=dist.get_world_size(), device=device)
     finally:

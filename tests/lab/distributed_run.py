@@ -1,0 +1,31 @@
+"""What test_distributed.py starts with torchrun: trains, and in one worker may die on the way."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+from flatmin.lab.engine import train
+from flatmin.lab.spec import Experiment
+from flatmin.lab.steps import Stepper
+
+torch.set_num_threads(1)
+spec, runs, die_at = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+seen = []
+step = Stepper.step
+
+
+def recorded_step(self, batch, number, lr):
+    first_life = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    if number == die_at and first_life and self.workers.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    seen.append((number, batch.examples.tolist()))
+    return step(self, batch, number, lr)
+
+
+Stepper.step = recorded_step
+result = train(Experiment.from_json(Path(spec).read_text()), runs=runs, checkpoint_seconds=0)
+(runs / f"seen-{os.environ['RANK']}.json").write_text(json.dumps(seen))
