@@ -1,4 +1,4 @@
-"""The demonstration: its settings come from the sweep, its page stands alone, its sentences claim no more than is shown."""
+"""The demonstration: settings from the sweep, a page that stands alone, sentences that claim no more than is shown."""
 
 import dataclasses
 import re

@@ -1,6 +1,6 @@
 """``flatmin demo``: SGD and SAM on 500 embedded digits, clean and with 40 % wrong labels, in minutes on two cores.
 
-Network, learning rate and rho come from a validation sweep (``examples/choose_demo_settings.py``) whose result is
+Network, learning rate and rho come from a validation sweep (``experiments/choose_demo_settings.py``) whose result is
 stored in ``demo_settings.json``; the test set had no part in it.
 """
 

@@ -3,7 +3,7 @@
 As in the paper (Section 3.1): network and learning rate are those with which SGD alone does best, over both noise rates;
 then rho, for each noise rate, is the one with which SAM does best. Seeds are not those of the demonstration.
 
-    python examples/choose_demo_settings.py          # about ten minutes on two cores
+    python experiments/choose_demo_settings.py          # about ten minutes on two cores
 """
 
 import dataclasses
