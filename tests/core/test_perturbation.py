@@ -3,11 +3,11 @@
 import math
 
 import pytest
-import references
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import references
 from flatmin import ascent_step, random_step
 from flatmin.core import perturbation
 

@@ -230,7 +230,9 @@ class Neighbourhood:
         if several:
             moved = self._move_to_projection(ball)
         elif ball.is_round:
-            return AscentNorms(gradient_norm, (gradient_norm.isfinite() & (gradient_norm > 0)).to(joint.dtype) * ball.radius)
+            return AscentNorms(
+                gradient_norm, (gradient_norm.isfinite() & (gradient_norm > 0)).to(joint.dtype) * ball.radius
+            )
         return AscentNorms(gradient_norm, perturbation.norm(self._join(moved, ball.p), ball.p))
 
     def _move_to_projection(self, ball: _Ball) -> list[list[Tensor]]:

@@ -194,15 +194,30 @@ def ascent_step(
         >>> ascent_step([torch.tensor([3.0]), torch.tensor([4.0])], rho=0.5)
         [tensor([0.3000]), tensor([0.4000])]
     """
+    scales = [check_rho(rho)] * len(grads) if scales is None else scales
+    directions = ascent_direction(grads, p=p, scales=scales)
+    return apply_scales(directions, scales, like=grads)
+
+
+def ascent_direction(grads: Sequence[Tensor], *, p: float, scales: Sequence[Tensor | float]) -> list[Tensor]:
+    r"""Return :math:`d = dual_p(T \odot g)`, of joint p-norm 1, in the working dtype."""
     p, q = check_p(p), dual_exponent(p)
     if not grads:
         return []
-    scales = [check_rho(rho)] * len(grads) if scales is None else scales
     scaled = [working_copy(g).mul_(t) for g, t in zip(grads, scales, strict=True)]
-    joint = join(torch.stack([row(u, q) for u in scaled]), q)
-    to_dual = dual(p, joint)
-    steps = [to_dual(u).mul_(t) for u, t in zip(scaled, scales, strict=True)]
-    return [as_like(step, g) for step, g in zip(steps, grads, strict=True)]
+    to_dual = dual(p, join(torch.stack([row(u, q) for u in scaled]), q))
+    return [to_dual(u) for u in scaled]
+
+
+def apply_scales(
+    directions: Sequence[Tensor], scales: Sequence[Tensor | float], *, like: Sequence[Tensor]
+) -> list[Tensor]:
+    r"""Return :math:`\epsilon = T \odot d`, in the dtypes of the tensors it belongs to."""
+    steps = [d * t for d, t in zip(directions, scales, strict=True)]
+    return [
+        (torch.view_as_complex(step) if tensor.is_complex() else step).to(tensor.dtype)
+        for step, tensor in zip(steps, like, strict=True)
+    ]
 
 
 def random_step(
@@ -234,15 +249,8 @@ def random_step(
         return []
     scales = [check_rho(rho)] * len(like) if scales is None else scales
     noise = [working_copy(t).normal_(generator=generator) for t in like]
-    joint = join(torch.stack([row(z, p) for z in noise]), p)
-    to_unit = unit(p, joint)
-    steps = [to_unit(z).mul_(t) for z, t in zip(noise, scales, strict=True)]
-    return [as_like(step, t) for step, t in zip(steps, like, strict=True)]
-
-
-def as_like(step: Tensor, like: Tensor) -> Tensor:
-    """Return a step computed in the working dtype in the dtype of the tensor it belongs to."""
-    return torch.view_as_complex(step).to(like.dtype) if like.is_complex() else step.to(like.dtype)
+    to_unit = unit(p, join(torch.stack([row(z, p) for z in noise]), p))
+    return apply_scales([to_unit(z) for z in noise], scales, like=like)
 
 
 def _zero_unless_usable(factor: Tensor, joint: Tensor) -> Tensor:
