@@ -1,7 +1,7 @@
 """One step of SAM where every number can be checked by hand.
 
-For L(w) = (3 a^2 + b^2) / 2 at w = (1, 1) the gradient is g = (3, 1), the perturbation eps = rho g / |g|, and SAM descends
-along the gradient at w + eps, which is (3, 1) * (w + eps).
+For L(w) = (3 a^2 + b^2) / 2 at w = (1, 1) the gradient is g = (3, 1), the perturbation eps = rho g / |g|, and SAM goes
+down the gradient at w + eps, which is (3, 1) * (w + eps).
 """
 
 import torch
