@@ -128,8 +128,7 @@ def _contracted(g: Sequence[Tensor], v: Sequence[Tensor], rho: float) -> list[Te
     with torch.no_grad():
         unit = perturbation.ascent_step(g, rho=1.0)
         along = torch.stack([(a * b).sum() for a, b in zip(unit, v, strict=True)]).sum()
-        joint = perturbation.join(torch.stack([perturbation.row(t, 2) for t in g]), 2)
-        size = perturbation.norm(joint, 2).to(g[0].dtype)
+        size = perturbation.norm(perturbation.joint_row(g, 2), 2)
         factor = torch.where(size > 0, rho / size, 0.0)
         return [factor * (b - a * along) for a, b in zip(unit, v, strict=True)]
 

@@ -201,10 +201,10 @@ class Neighbourhood:
         for block, source in zip(self._blocks, sources, strict=True):
             rows.append([])
             for chunk in block.chunks:
-                u = chunk.load(source)
-                plain = perturbation.row(u, q)
+                plain = perturbation.row_(chunk.load(source), q)
                 if scaled:
-                    plain = torch.cat([perturbation.row(u.mul_(ball.scale(block, chunk)), q), plain])
+                    u = chunk.load(source).mul_(ball.scale(block, chunk))
+                    plain = torch.cat([perturbation.row_(u, q), plain])
                 rows[-1].append(plain)
         joint = self._join(rows, q)  # of T * g in front, and of g behind it where that is another
         gradient_norm = perturbation.norm(joint[-2:], q)
@@ -226,7 +226,7 @@ class Neighbourhood:
                     continue
                 eps = _move(ball, chunk, parts, scale)
                 if not ball.is_round:
-                    moved[-1].append(perturbation.row(eps, ball.p))
+                    moved[-1].append(perturbation.row_(eps, ball.p))
         if several:
             moved = self._move_to_projection(ball)
         elif ball.is_round:
@@ -246,7 +246,7 @@ class Neighbourhood:
             for chunk in block.chunks:
                 chunk.scratch.copy_(direction[chunk.flat])
                 eps = _move(ball, chunk, parts, ball.scale(block, chunk))
-                moved[-1].append(perturbation.row(eps, ball.p))
+                moved[-1].append(perturbation.row_(eps, ball.p))
         return moved
 
     def _join(self, rows: Sequence[Sequence[Tensor]], q: float) -> Tensor:

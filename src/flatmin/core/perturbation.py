@@ -47,39 +47,38 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def row(u: Tensor, q: float) -> Tensor:
-    r"""Return ``(peak, total)`` with :math:`\lVert u \rVert_q = peak \cdot total^{1/q}`, without overflow.
+def row_(u: Tensor, q: float) -> Tensor:
+    r"""Return ``(peak, total)`` with :math:`\lVert u \rVert_q = peak \cdot total^{1/q}`, overwriting u.
 
-    For q = 2 the sum of squares is taken in float64, which holds the square of every float32, in one pass. Otherwise
-    (and where a device has no float64) u is divided by its peak first. For q = inf, ``total`` counts the largest
-    coordinates. A non-finite u gives a non-finite row.
+    The powers are taken after division by the peak, in place, because temporary tensors of this size would be what SAM
+    needs most memory for. For q = inf, ``total`` counts the largest coordinates. A non-finite u gives a non-finite row.
     """
     wide = torch.float32 if u.device.type == "mps" else torch.float64
     if u.numel() == 0:
-        return torch.zeros(2, dtype=wide, device=u.device)
-    if q == 2 and wide == torch.float64:
-        total = torch.linalg.vector_norm(u, dtype=wide).square()
-        return torch.stack([torch.ones_like(total), total])
-    magnitude = u.abs()
-    peak = magnitude.amax()
+        return u.new_zeros(2, dtype=wide)
+    peak = u.abs_().amax()
     if math.isinf(q):
-        total = (magnitude == peak).sum(dtype=wide)
-    else:
-        total = magnitude.div_(_nonzero(peak)).pow_(q).sum(dtype=wide)
-    return torch.stack([peak.to(wide), total])
+        return torch.stack([peak, (u == peak).sum(dtype=u.dtype)]).to(wide)
+    return torch.stack([peak, u.div_(_nonzero(peak)).pow_(q).sum()]).to(wide)
 
 
 def join(rows: Tensor, q: float) -> Tensor:
     r"""Merge rows (n, 2) of parts into that of the whole: :math:`\lVert u \rVert_q^q = \sum_i \lVert u_i \rVert_q^q`.
 
     Example:
-        >>> both = join(torch.stack([row(torch.tensor([3.0]), 2), row(torch.tensor([4.0]), 2)]), 2)
+        >>> both = join(torch.stack([row_(torch.tensor([3.0]), 2), row_(torch.tensor([4.0]), 2)]), 2)
         >>> norm(both, 2).item()
         5.0
     """
     peak = rows[:, 0].amax()
     share = rows[:, 0] == peak if math.isinf(q) else (rows[:, 0] / _nonzero(peak)).pow(q)
     return torch.stack([peak, (rows[:, 1] * share).sum()])
+
+
+def joint_row(tensors: Sequence[Tensor], q: float) -> Tensor:
+    """Return the row of several tensors together, on the device of the first."""
+    rows = [row_(working_copy(u), q) for u in tensors]
+    return join(torch.stack([r.to(rows[0].device, non_blocking=True) for r in rows]), q)
 
 
 def norm(joint: Tensor, q: float) -> Tensor:
@@ -145,19 +144,19 @@ def project_(points: Sequence[Tensor], p: float, *, radius: float = 1.0, gather:
             x.clamp_(-radius, radius)
         return
     if p == 2:
-        size = norm(join(gather([row(x, 2) for x in points]), 2), 2)
+        squares = gather([torch.linalg.vector_norm(x).square().reshape(1) for x in points])
         for x in points:
-            x.mul_((radius / size).clamp(max=1))
+            x.mul_((radius / squares.sum().sqrt()).clamp(max=1))
         return
     if p != 1:
         raise ValueError(f"There is no projection for p={p}: p must be 1, 2 or inf where there are several steps.")
-    theta = torch.zeros((), dtype=row(points[0], 1).dtype, device=points[0].device)
+    theta = points[0].new_zeros(())
     for _ in range(L1_PROJECTION_STEPS):
         sums = []
         for x in points:
             magnitude = x.abs()
             active = magnitude > theta
-            sums.append(torch.stack([(magnitude * active).sum(dtype=theta.dtype), active.sum(dtype=theta.dtype)]))
+            sums.append(torch.stack([(magnitude * active).sum(), active.sum(dtype=x.dtype)]))
         total, count = gather(sums).sum(dim=0)
         theta = torch.maximum(theta, (total - radius) / count.clamp(min=1))
     for x in points:
@@ -205,7 +204,7 @@ def ascent_direction(grads: Sequence[Tensor], *, p: float, scales: Sequence[Tens
     if not grads:
         return []
     scaled = [working_copy(g).mul_(t) for g, t in zip(grads, scales, strict=True)]
-    to_dual = dual(p, join(torch.stack([row(u, q) for u in scaled]), q))
+    to_dual = dual(p, joint_row(scaled, q))
     return [to_dual(u) for u in scaled]
 
 
@@ -249,7 +248,7 @@ def random_step(
         return []
     scales = [check_rho(rho)] * len(like) if scales is None else scales
     noise = [working_copy(t).normal_(generator=generator) for t in like]
-    to_unit = unit(p, join(torch.stack([row(z, p) for z in noise]), p))
+    to_unit = unit(p, joint_row(noise, p))
     return apply_scales([to_unit(z) for z in noise], scales, like=like)
 
 
