@@ -68,7 +68,7 @@ def main(trainer_class: type[Trainer] = SAMTrainer, dropout: float = 0.1, **sett
             model=make_model(dropout),
             args=TrainingArguments(**quiet | rates | {"num_train_epochs": 4, "logging_steps": 4} | settings),
             train_dataset=make_data(),
-            rho=0.05,
+            rho=0.01,
         )
         trainer.train()
     return trainer
