@@ -80,7 +80,7 @@ def gather_rows(rows: Sequence[Tensor], shards: Sequence[Shards | None]) -> Tens
         for dim in way[1] if way is not None else ():
             group = way[0].get_group(dim)  # type: ignore[index]
             whole = part.new_empty((dist.get_world_size(group) * len(part), part.shape[1]))
-            dist.all_gather_into_tensor(whole, part.contiguous(), group=group)
+            dist.all_gather_single(whole, part.contiguous(), group=group)
             part = whole
         gathered.append(part)
     return gathered[0] if len(gathered) == 1 else torch.cat(gathered)
