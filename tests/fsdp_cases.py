@@ -172,3 +172,14 @@ def checkpoint_round_trip(rank, folder):
     steps(model, opt, range(2, 4))
     steps(other, other_opt, range(2, 4))
     return weights(model), weights(other)
+
+
+def plain_before_replicated(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    plain = nn.Parameter(torch.ones(3))
+    replicated = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]))
+    plain.grad = torch.ones(3)
+    replicated.grad = distribute_tensor(torch.ones(4), mesh, [Replicate()])
+    opt = SAM(torch.optim.SGD([plain, replicated], lr=0.1), rho=7**0.5)
+    with opt.perturbed():
+        return plain.tolist(), replicated.to_local().tolist()

@@ -68,3 +68,5 @@ class TwoProcesses:
             if process.is_alive():
                 process.kill()
         self._pipes = []
+        if hasattr(self, "_folder"):
+            self._folder.cleanup()

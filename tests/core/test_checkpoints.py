@@ -26,8 +26,9 @@ BASES = {
 def make(base="momentum", seed=0, **settings):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
-    if settings.get("direction") == "random":
-        settings = {"generator": torch.Generator().manual_seed(seed)} | settings
+    settings = dict(settings)
+    if settings.get("generator") == "given":
+        settings["generator"] = torch.Generator().manual_seed(seed)
     return model, SAM(BASES[base](model.parameters()), **({"rho": 0.3, "model": model} | settings))
 
 
@@ -47,7 +48,12 @@ def equal(a, b):
     return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
 
 
-SETTINGS = [{}, {"adaptive": True, "ascent_steps": 2}, {"direction": "random"}]
+SETTINGS = [
+    {},
+    {"adaptive": True, "ascent_steps": 2},
+    {"direction": "random"},
+    {"direction": "random", "generator": "given"},
+]
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -69,10 +75,10 @@ def test_a_state_dict_round_trip_goes_on_in_lockstep(base, settings, tmp_path):
 
 def test_a_generator_of_its_own_is_saved_too():
     torch.manual_seed(3)
-    model, opt = make(direction="random", generator=None)
+    model, opt = make(direction="random")
     step(model, opt, 0)
     torch.manual_seed(4)
-    other, other_opt = make(direction="random", generator=None)
+    other, other_opt = make(direction="random")
     other.load_state_dict(model.state_dict())
     other_opt.load_state_dict(copy.deepcopy(opt.state_dict()))
     step(model, opt, 1)

@@ -100,7 +100,7 @@ def test_the_extra_memory_is_one_copy_of_the_parameters_and_one_largest_tensor()
 
 
 def _held_by(opt):
-    neighbourhood = opt._step_state.neighbourhood
+    neighbourhood = opt._state.neighbourhood
     storages = {b.saved.untyped_storage() for b in neighbourhood._blocks}
     storages |= {s.untyped_storage() for s in neighbourhood._scratch}
     return sum({s.data_ptr(): s.nbytes() for s in storages}.values())

@@ -52,7 +52,7 @@ def test_the_trajectory_is_that_of_a_single_process(two_processes, settings, way
 
 @pytest.mark.parametrize("settings", [{"p": 1.0}, {"p": 1.5}, {"p": 2.0}, {"p": math.inf}])
 def test_the_norm_costs_one_collective_however_many_tensors(two_processes, settings):
-    assert two_processes.run(fsdp_cases.collectives_of_one_perturbation, settings) == [["all_gather_into_tensor"]] * 2
+    assert two_processes.run(fsdp_cases.collectives_of_one_perturbation, settings) == [["all_gather_single"]] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -79,3 +79,9 @@ def test_a_gradient_that_is_not_finite_on_one_rank_perturbs_none(two_processes, 
 def test_a_distributed_checkpoint_goes_on_in_lockstep(two_processes, tmp_path):
     for original, loaded in two_processes.run(fsdp_cases.checkpoint_round_trip, str(tmp_path)):
         assert torch.equal(original, loaded)
+
+
+def test_plain_and_replicated_tensors_may_share_a_group(two_processes):
+    for plain, replicated in two_processes.run(fsdp_cases.plain_before_replicated):
+        assert plain == pytest.approx([2.0] * 3)
+        assert replicated == pytest.approx([2.0] * 4)

@@ -127,7 +127,7 @@ def _contracted(g: Sequence[Tensor], v: Sequence[Tensor], rho: float) -> list[Te
     r"""Return u, the derivative of :math:`\rho g / \lVert g \rVert` by g applied to v. The matrix is symmetric."""
     with torch.no_grad():
         unit = perturbation.ascent_step(g, rho=1.0)
-        along = torch.stack([(a * b).sum() for a, b in zip(unit, v, strict=True)]).sum()
+        along = torch.stack([(a.conj() * b).real.sum() for a, b in zip(unit, v, strict=True)]).sum()
         size = perturbation.norm(perturbation.joint_row(g, 2), 2)
         factor = torch.where(size > 0, rho / size, 0.0)
         return [factor * (b - a * along) for a, b in zip(unit, v, strict=True)]

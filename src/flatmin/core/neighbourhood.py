@@ -129,12 +129,13 @@ class Neighbourhood:
         for index, params in moving:
             for p in params:
                 if p.requires_grad:
-                    alike.setdefault((index, p.dtype, p.device, sharding.shards_of(p)), []).append(p)
+                    kind = (index, p.dtype, p.device, sharding.is_sharded(p), sharding.shards_of(p))
+                    alike.setdefault(kind, []).append(p)
         scratch = _Scratch()
         layouts = [_layout(ps) for ps in alike.values()]
-        for (_, dtype, device, _), layout in zip(alike, layouts, strict=True):
+        for (_, dtype, device, _, _), layout in zip(alike, layouts, strict=True):
             scratch.reserve(dtype, device, max(stop - start for _, (start, stop) in layout))
-        for ((index, dtype, device, shards), ps), layout in zip(alike.items(), layouts, strict=True):
+        for ((index, dtype, device, _, shards), ps), layout in zip(alike.items(), layouts, strict=True):
             self._blocks.append(_block(index, ps, shards, layout, scratch.buffer(dtype, device)))
         self._scratch = scratch.buffers()
         self._free_scratch()
@@ -212,7 +213,8 @@ class Neighbourhood:
         moved: list[list[Tensor]] = []
         for block, source in zip(self._blocks, sources, strict=True):
             here = joint[:2].to(block.saved.device, non_blocking=True)
-            to_direction = (perturbation.dual if noise is None else perturbation.unit)(ball.p, here)
+            make_direction = perturbation.dual if noise is None else perturbation.unit
+            to_direction = make_direction(ball.p, here, block.chunks[0].scratch.dtype)
             parts = block.parts()
             moved.append([])
             for chunk in block.chunks:

@@ -86,7 +86,7 @@ def norm(joint: Tensor, q: float) -> Tensor:
     return joint[0] if math.isinf(q) else joint[0] * joint[1].pow(1 / q)
 
 
-def dual(p: float, joint: Tensor) -> Callable[[Tensor], Tensor]:
+def dual(p: float, joint: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     r"""Return the function that replaces a part u of a vector, in place, by its part of the dual unit vector.
 
     That is Eq. 2 with rho = 1, :math:`\operatorname{sign}(u) |u|^{q-1} / (\lVert u \rVert_q^q)^{1/p}`: the unit d
@@ -97,13 +97,14 @@ def dual(p: float, joint: Tensor) -> Callable[[Tensor], Tensor]:
     Args:
         p: the norm of the ball.
         joint: the joint row of the whole vector, for the dual exponent q.
+        dtype: that of the parts, float32 or better.
 
     Returns:
-        A function of a tensor, float32 or better, which it overwrites and returns.
+        A function of a part, which it overwrites and returns.
     """
     exponent = dual_exponent(p) - 1
     peak = _nonzero(joint[0])
-    factor = _reciprocal(norm(joint, 2)) if p == 2 else joint[1].pow(-1 / p)
+    factor = _reciprocal(norm(joint, 2), dtype) if p == 2 else joint[1].pow(-1 / p)
     factor = _zero_unless_usable(factor, joint)
 
     def apply_(u: Tensor) -> Tensor:
@@ -119,9 +120,9 @@ def dual(p: float, joint: Tensor) -> Callable[[Tensor], Tensor]:
     return apply_
 
 
-def unit(p: float, joint: Tensor) -> Callable[[Tensor], Tensor]:
+def unit(p: float, joint: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     r"""Return the function that replaces a part u, in place, by :math:`u / \lVert u \rVert_p` (0 as for `dual`)."""
-    factor = _zero_unless_usable(_reciprocal(norm(joint, p)), joint)
+    factor = _zero_unless_usable(_reciprocal(norm(joint, p), dtype), joint)
     return lambda u: _times(u, factor)
 
 
@@ -204,8 +205,8 @@ def ascent_direction(grads: Sequence[Tensor], *, p: float, scales: Sequence[Tens
     if not grads:
         return []
     scaled = [working_copy(g).mul_(t) for g, t in zip(grads, scales, strict=True)]
-    to_dual = dual(p, joint_row(scaled, q))
-    return [to_dual(u) for u in scaled]
+    joint = joint_row(scaled, q)
+    return [dual(p, joint.to(u.device), u.dtype)(u) for u in scaled]
 
 
 def apply_scales(
@@ -248,8 +249,8 @@ def random_step(
         return []
     scales = [check_rho(rho)] * len(like) if scales is None else scales
     noise = [working_copy(t).normal_(generator=generator) for t in like]
-    to_unit = unit(p, joint_row(noise, p))
-    return apply_scales([to_unit(z) for z in noise], scales, like=like)
+    joint = joint_row(noise, p)
+    return apply_scales([unit(p, joint.to(z.device), z.dtype)(z) for z in noise], scales, like=like)
 
 
 def _zero_unless_usable(factor: Tensor, joint: Tensor) -> Tensor:
@@ -262,9 +263,9 @@ def _times(u: Tensor, factor: Tensor) -> Tensor:
     return u.mul_(factor).nan_to_num_(0.0, 0.0, 0.0)
 
 
-def _reciprocal(size: Tensor) -> Tensor:
-    # A subnormal gradient has a reciprocal norm beyond float32; the step is then shorter, but finite.
-    return size.reciprocal().clamp(max=torch.finfo(torch.float32).max)
+def _reciprocal(size: Tensor, dtype: torch.dtype) -> Tensor:
+    # A subnormal gradient has a reciprocal norm beyond its dtype; the step is then shorter, but finite.
+    return size.reciprocal().clamp(max=torch.finfo(dtype).max)
 
 
 def _nonzero(peak: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ def warn_if_passes_cannot_be_local(model: nn.Module | None, parameters: Iterable
             "reduces gradients in every backward pass, and gradients are then reduced twice a step. Pass the "
             "DistributedDataParallel module as model=, or sync_perturbation=True if a shared one is what you want.",
             UserWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
