@@ -33,8 +33,8 @@ class Classifier(lightning.LightningModule):
             raise ValueError("Gradient accumulation with SAM needs manual optimization.")
 
     def on_train_start(self) -> None:
-        # The wrapped model (DistributedDataParallel), now that there is one; `.optimizer` is SAM itself.
-        self.optimizers().optimizer.model = self.trainer.model
+        # The wrapped model (DistributedDataParallel), now that there is one.
+        self.optimizers().model = self.trainer.model
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         x, y = batch
