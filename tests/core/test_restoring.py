@@ -138,6 +138,16 @@ def test_a_frozen_parameter_is_left_alone_and_may_be_thawed():
     assert torch.equal(model[0].weight, before)
 
 
+def test_a_frozen_parameter_with_a_gradient_of_old_does_not_move():
+    a, b = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    opt = SAM(torch.optim.SGD([a, b], lr=0.1), rho=0.5)
+    (a.sum() + b.sum()).backward()
+    b.requires_grad_(False)
+    with opt.perturbed():
+        assert b.tolist() == [1.0, 1.0, 1.0]
+        torch.testing.assert_close(a.detach(), torch.full((3,), 1 + 0.5 / math.sqrt(3)))
+
+
 def test_a_change_of_dtype_between_steps_is_noticed():
     """A backup of the old dtype would bring back rounded weights."""
     model, opt, loss = make()
