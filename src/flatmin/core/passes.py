@@ -22,6 +22,7 @@ Closure = Callable[[], Any]
 # In the first parameter group, because that is what checkpoints keep, those of torch.distributed too.
 GENERATOR_KEY = "sam_generator"
 
+OLDER = "_sam_older"  # an attribute of gradients
 ACCUMULATION_WARNING = (
     "The closure added its gradient to one that was there before: SAM's direction then comes from both, but its second "
     "pass is the closure's alone. Zero the gradients in the closure. To accumulate over micro-batches, pass a list of "
@@ -86,10 +87,13 @@ class Passes(OptimizerWrapper):
 
     def _first_pass(self, closure: Closure) -> Tensor:
         """Call a closure at w, and warn if it added its gradient to an older one."""
-        older = next(((p, p.grad) for p in self._parameters() if p.grad is not None), None)
+        # A mark and not a reference, which would keep the older gradient's memory through the pass.
+        older, mark = next((p for p in self._parameters() if p.grad is not None), None), object()
+        if older is not None:
+            setattr(older.grad, OLDER, mark)
         self._state.zeroed = False
         loss = self._pass(closure, reduce=self.sync_perturbation)
-        added = older is not None and older[0].grad is older[1] and not self._state.zeroed
+        added = older is not None and getattr(older.grad, OLDER, None) is mark and not self._state.zeroed
         if added and self._state.warn_once("accumulation"):
             warnings.warn(ACCUMULATION_WARNING, UserWarning, stacklevel=5)
         return loss
@@ -100,9 +104,9 @@ class Passes(OptimizerWrapper):
         One that computes gradients is a real one, and this was its first pass.
         """
         random = RandomState(self._devices())
-        before = self._gradient_versions()
+        before = self._state.versions(self._parameters())
         loss = self._call(closure, reduce=self.sync_perturbation)
-        return None if before == self._gradient_versions() else FirstPass(random, keep_loss(loss))
+        return None if before == self._state.versions(self._parameters()) else FirstPass(random, keep_loss(loss))
 
     @contextlib.contextmanager
     def _away(self, several: bool = False) -> Iterator[AscentNorms]:
@@ -148,9 +152,6 @@ class Passes(OptimizerWrapper):
 
     def _devices(self) -> list[torch.device]:
         return list(dict.fromkeys(group["params"][0].device for group in self.param_groups if group["params"]))
-
-    def _gradient_versions(self) -> list[tuple[int, int]]:
-        return [(id(p.grad), p.grad._version) for p in self._parameters() if p.grad is not None]
 
     def _radii(self) -> list[float]:
         return [check_rho(group.get("sam_rho", self._state.rho), "sam_rho") for group in self.param_groups]

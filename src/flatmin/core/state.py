@@ -46,9 +46,15 @@ class SharedState:
 
     def permitted(self, parameters: Iterable[Tensor]) -> bool:
         """Return whether a pass at w + eps was completed and its gradients, or some of them, are still there."""
-        if self._permission is None:
-            return False
-        return any(getattr(p.grad, MARK, None) is self._permission for p in parameters)
+        return any(p.grad is not None and self._tied(p.grad) for p in parameters)
+
+    def versions(self, parameters: Iterable[Tensor]) -> list[int | None]:
+        """Return how often each gradient was written to, None for one that the permission is not tied to."""
+        grads = (p.grad for p in parameters)
+        return [g._version if g is not None and self._tied(g) else None for g in grads]
+
+    def _tied(self, grad: Tensor) -> bool:
+        return self._permission is not None and getattr(grad, MARK, None) is self._permission
 
     def warn_once(self, topic: str) -> bool:
         """Return True the first time it is asked about a topic."""
