@@ -3,11 +3,11 @@
 import math
 
 import pytest
-import references
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import references
 from flatmin import ascent_step, random_step
 from flatmin.core import perturbation
 
@@ -61,7 +61,7 @@ def test_p_1_shares_the_step_among_equally_large_coordinates():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", [1e-36, 1e-30, 1.0, 1e25, 1e37])
+@pytest.mark.parametrize("size", [1e-36, 1e-30, 1.0, 1e25, 1e38])
 @pytest.mark.parametrize("p", P)
 def test_neither_overflow_nor_underflow_changes_the_norm(p, size, dtype):
     unit = tensors()
@@ -126,6 +126,6 @@ def test_a_complex_gradient_is_a_pair_of_real_ones():
 def test_rows_merge_whatever_their_sizes_and_empty_parts_count_nothing():
     u = torch.tensor([1e-30, 2e-30, 3e25, 4e25, 0.0])
     for q in P:
-        parts = [perturbation.row(part, q) for part in (u[:2], u[2:], u[:0])]
+        parts = [perturbation.row_(part.clone(), q) for part in (u[:2], u[2:], u[:0])]
         whole = perturbation.join(torch.stack(parts), q)
         assert perturbation.norm(whole, q).item() == pytest.approx(u.double().norm(p=q).item())

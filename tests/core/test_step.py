@@ -3,10 +3,10 @@
 import math
 
 import pytest
-import references
 import torch
 from torch import nn
 
+import references
 from flatmin import SAM
 
 A = torch.tensor([[2.0, 0.5, 0.0], [0.5, 1.0, 0.3], [0.0, 0.3, 3.0]], dtype=torch.float64)

@@ -2,9 +2,12 @@
 
 import inspect
 import math
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 DEFAULT_ETA = 0.01  # Kwon et al. (2021)
@@ -12,7 +15,7 @@ DEFAULT_ETA = 0.01  # Kwon et al. (2021)
 
 def check_p(p: float) -> float:
     """Return p as a float, or raise if there is no p-norm of that name."""
-    if not isinstance(p, (int, float)) or isinstance(p, bool):
+    if not _is_number(p):
         raise TypeError(f"p must be a number in [1, inf], got {p!r} of type {type(p).__name__}.")
     if not p >= 1:
         raise ValueError(f"p must be in [1, inf], got {p!r}: below 1 there is no norm. The paper's default is p=2.")
@@ -21,7 +24,7 @@ def check_p(p: float) -> float:
 
 def check_rho(rho: float, name: str = "rho") -> float:
     """Return rho as a float, or raise if it is not the radius of a ball."""
-    if not isinstance(rho, (int, float)) or isinstance(rho, bool):
+    if not _is_number(rho):
         raise TypeError(f"{name} must be a number, got {rho!r} of type {type(rho).__name__}.")
     if not (rho >= 0 and math.isfinite(rho)):
         raise ValueError(
@@ -34,7 +37,7 @@ def check_adaptive(adaptive: bool | float) -> float | None:
     """Return ASAM's eta, or None for plain SAM."""
     if isinstance(adaptive, bool):
         return DEFAULT_ETA if adaptive else None
-    if not isinstance(adaptive, (int, float)):
+    if not _is_number(adaptive):
         raise TypeError(f"adaptive must be a bool or ASAM's eta, a number, got {adaptive!r}.")
     if not (adaptive >= 0 and math.isfinite(adaptive)):
         raise ValueError(f"adaptive, as ASAM's eta, must be finite and not negative, got {adaptive!r}. Try 0.01.")
@@ -88,3 +91,27 @@ def shares_of(closures: Sequence[Callable[[], Any]], weights: Sequence[float] | 
     if not all(math.isfinite(v) and v >= 0 for v in values) or sum(values) == 0:
         raise ValueError(f"weights must be finite, not negative and not all 0, got {values}.")
     return [value / sum(values) for value in values]
+
+
+def check_generator(generator: torch.Generator | None) -> torch.Generator | None:
+    """Return it, or raise if it is neither a generator nor None."""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(
+            f"generator must be a torch.Generator or None, got {generator!r}. "
+            "For a seed, pass torch.Generator().manual_seed(seed)."
+        )
+    return generator
+
+
+def keep_loss(loss: Any) -> Tensor:
+    """Return a closure's loss, detached and safe from what later passes overwrite (CUDA graphs do), or raise."""
+    if loss is None:
+        raise TypeError("The closure returned None: it must return the loss, after calling backward() on it.")
+    value = torch.as_tensor(loss)
+    if value.numel() != 1:
+        raise ValueError(f"The closure must return a scalar loss, got a tensor of shape {tuple(value.shape)}.")
+    return value.detach().clone()
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)

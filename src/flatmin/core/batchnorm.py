@@ -24,7 +24,7 @@ class NormalisationBuffers:
             if any(name.startswith("running_") for name in module._buffers)
             for name in module._buffers
         ]
-        self._kept: list[tuple[Tensor, Tensor]] = []
+        self._kept: list[tuple[nn.Module, str, Tensor, Tensor]] = []
 
     def present(self) -> bool:
         """Return whether a pass in the model's present mode would change any."""
@@ -32,14 +32,17 @@ class NormalisationBuffers:
 
     @torch.no_grad()
     def save(self) -> None:
-        """Remember the buffers of all layers in training mode."""
-        buffers = [module._buffers[name] for module, name in self._slots if module.training]
-        live = [buffer for buffer in buffers if buffer is not None]
-        self._kept = [(buffer, buffer.clone()) for buffer in live]
+        """Remember the buffers, whatever the layers' mode: a closure may change that."""
+        self._kept = [
+            (module, name, buffer, buffer.clone())
+            for module, name in self._slots
+            if (buffer := module._buffers[name]) is not None
+        ]
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put the remembered values back, in place."""
-        for buffer, kept in self._kept:
+        """Put the remembered values back, in the tensors that held them."""
+        for module, name, buffer, kept in self._kept:
+            module._buffers[name] = buffer  # a layer may have assigned a new one
             buffer.copy_(kept)
         self._kept = []

@@ -105,14 +105,21 @@ def sam_gradient(
         if direction == "random":
             eps = perturbation.random_step(w, p=p, scales=scales, generator=generator)
         else:
-            eps = perturbation.ascent_step(g, p=p, scales=scales)
+            d = perturbation.ascent_direction(g, p=p, scales=scales)
+            eps = perturbation.apply_scales(d, scales, like=w)
     for _ in range(1, ascent_steps):
         _, _, further = evaluate([t + e for t, e in zip(w, eps, strict=True)])
-        eps = _next_ascent_step(eps, further, p, scales)
+        for x, step in zip(d, perturbation.ascent_direction(further, p=p, scales=scales), strict=True):
+            x.add_(step)
+        perturbation.project_(d, p)
+        eps = perturbation.apply_scales(d, scales, like=w)
     perturbed_loss, _, v = evaluate([t + e for t, e in zip(w, eps, strict=True)])
     if term_exists:
-        term = torch.autograd.grad(g, leaves, _contracted(g, v, rho), allow_unused=True)
-        v = [a if b is None else a + b for a, b in zip(v, term, strict=True)]
+        # A gradient that does not depend on w (of a loss linear in it) has no graph, and no part in the term.
+        pairs = [(a, u) for a, u in zip(g, _contracted(g, v, rho), strict=True) if a.requires_grad]
+        if pairs:
+            term = torch.autograd.grad([a for a, _ in pairs], leaves, [u for _, u in pairs], allow_unused=True)
+            v = [a if b is None else a + b for a, b in zip(v, term, strict=True)]
     return SAMGradient(loss, perturbed_loss, rebuild([t.detach() for t in v]), rebuild(eps))
 
 
@@ -120,27 +127,10 @@ def _contracted(g: Sequence[Tensor], v: Sequence[Tensor], rho: float) -> list[Te
     r"""Return u, the derivative of :math:`\rho g / \lVert g \rVert` by g applied to v. The matrix is symmetric."""
     with torch.no_grad():
         unit = perturbation.ascent_step(g, rho=1.0)
-        along = torch.stack([(a * b).sum() for a, b in zip(unit, v, strict=True)]).sum()
-        joint = perturbation.join(torch.stack([perturbation.row(t, 2) for t in g]), 2)
-        size = perturbation.norm(joint, 2).to(g[0].dtype)
+        along = torch.stack([(a.conj() * b).real.sum() for a, b in zip(unit, v, strict=True)]).sum()
+        size = perturbation.norm(perturbation.joint_row(g, 2), 2)
         factor = torch.where(size > 0, rho / size, 0.0)
         return [factor * (b - a * along) for a, b in zip(unit, v, strict=True)]
-
-
-@torch.no_grad()
-def _next_ascent_step(
-    eps: Sequence[Tensor], grads: Sequence[Tensor], p: float, scales: Sequence[Tensor | float]
-) -> list[Tensor]:
-    r"""Add a step of full length to :math:`\epsilon` and project, both in :math:`d = \epsilon / T` on the unit ball."""
-    step = perturbation.ascent_step(grads, p=p, scales=scales)
-    d = [_divide(perturbation.working_copy(e + s), t) for e, s, t in zip(eps, step, scales, strict=True)]
-    perturbation.project_(d, p)
-    return [perturbation.as_like(x.mul_(t), e) for x, t, e in zip(d, scales, eps, strict=True)]
-
-
-def _divide(numerator: Tensor, scale: Tensor | float) -> Tensor:
-    # Where T is 0 (ASAM with eta = 0 at a weight of 0, or rho = 0) so is eps.
-    return torch.where(torch.as_tensor(scale) == 0, 0.0, numerator / torch.as_tensor(scale))
 
 
 def _check_second_order(second_order: bool, p: float, eta: float | None, ascent_steps: int) -> None:

@@ -6,15 +6,13 @@ copy of the parameters, plus one largest tensor (or 256 KiB) for the moment in w
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flatmin.core import perturbation, sharding
-
-MIN_CHUNK = 65_536  # elements: 256 KiB of float32
+from flatmin.core.blocks import Block, Chunk, lay_out
 
 
 class AscentNorms(NamedTuple):
@@ -24,63 +22,6 @@ class AscentNorms(NamedTuple):
     r"""The dual norm :math:`\lVert g \rVert_q`, joint over all parameters with a radius above 0."""
     perturbation: Tensor
     r"""The norm :math:`\lVert \epsilon \rVert_p`."""
-
-
-@dataclass
-class _Chunk:
-    """Some neighbouring tensors of a block, and the scratch memory in which their perturbation is computed."""
-
-    tensors: slice
-    flat: slice
-    scratch: Tensor
-    scratch_views: list[Tensor]
-
-    def load(self, source: list[Tensor]) -> Tensor:
-        """Copy the tensors' gradients to the scratch memory and return it, flat."""
-        torch._foreach_copy_(self.scratch_views, source[self.tensors])
-        return self.scratch
-
-
-@dataclass
-class _Block:
-    """The parameters of one group that are alike in device, dtype and sharding."""
-
-    group: int
-    parameters: list[Tensor]
-    plain: bool  # ordinary dense real tensors, so that nothing has to be unwrapped
-    shards: sharding.Shards | None
-    zeros: list[Tensor]  # in the parameters' shapes, without memory
-    saved: Tensor  # flat
-    saved_views: list[Tensor]
-    chunks: list[_Chunk]
-    direction: Tensor | None = None  # flat: d = eps / T so far, where there are several ascent steps
-
-    def parts(self) -> list[Tensor]:
-        """Return the parameters' memory on this rank as dense real tensors."""
-        return self.parameters if self.plain else [sharding.local_part(p) for p in self.parameters]
-
-    def gradients(self) -> list[Tensor]:
-        """Return the gradients as dense real tensors, 0 where there is none."""
-        grads = [p.grad for p in self.parameters]
-        return [
-            self.zeros[i]
-            if grad is None
-            else grad
-            if self.plain and grad.layout is torch.strided
-            else sharding.local_gradient(self.parameters[i], grad)
-            for i, grad in enumerate(grads)
-        ]
-
-    def add_direction(self, chunk: _Chunk, u: Tensor) -> None:
-        """Add a chunk's step to the direction d."""
-        if self.direction is None:
-            self.direction = torch.zeros_like(self.saved, dtype=u.dtype)
-        self.direction[chunk.flat].add_(u)
-
-    def noise(self, generator: torch.Generator) -> list[Tensor]:
-        """Return Gaussian noise in place of gradients."""
-        dtype = self.chunks[0].scratch.dtype
-        return [sharding.local_noise(p, generator, dtype) for p in self.parameters]
 
 
 class _Ball:
@@ -94,7 +35,7 @@ class _Ball:
         # Whether T is one number for all parameters that move.
         self.is_round = eta is None and all(ratio in (0, 1) for ratio in self.ratios)
 
-    def scale(self, block: _Block, chunk: _Chunk) -> Tensor | float:
+    def scale(self, block: Block, chunk: Chunk) -> Tensor | float:
         """Return T relative to the largest radius: the direction does not depend on a common factor."""
         ratio = self.ratios[block.group]
         return ratio if self.eta is None else perturbation.adaptive_scale(block.saved[chunk.flat], ratio, self.eta)
@@ -104,8 +45,7 @@ class Neighbourhood:
     """The ball around w: ``save()`` keeps w, ``ascend()`` moves the parameters up, ``restore()`` brings them back."""
 
     def __init__(self) -> None:
-        self.devices: list[torch.device] = []
-        self._blocks: list[_Block] = []
+        self._blocks: list[Block] = []
         self._scratch: list[Tensor] = []
         self._key: list[Any] = []
 
@@ -123,20 +63,9 @@ class Neighbourhood:
         ]
         if key == self._key:
             return
-        self._key, self._blocks = [], []
-        self.devices = list(dict.fromkeys(p.device for p in parameters))
-        alike: dict[Any, list[Tensor]] = {}
-        for index, params in moving:
-            for p in params:
-                if p.requires_grad:
-                    alike.setdefault((index, p.dtype, p.device, sharding.shards_of(p)), []).append(p)
-        scratch = _Scratch()
-        layouts = [_layout(ps) for ps in alike.values()]
-        for (_, dtype, device, _), layout in zip(alike, layouts, strict=True):
-            scratch.reserve(dtype, device, max(stop - start for _, (start, stop) in layout))
-        for ((index, dtype, device, shards), ps), layout in zip(alike.items(), layouts, strict=True):
-            self._blocks.append(_block(index, ps, shards, layout, scratch.buffer(dtype, device)))
-        self._scratch = scratch.buffers()
+        self._key, self._blocks, self._scratch = [], [], []
+        pairs = [(index, p) for index, params in moving for p in params if p.requires_grad]
+        self._blocks, self._scratch = lay_out(pairs)
         self._free_scratch()
         self._key = key
 
@@ -201,10 +130,10 @@ class Neighbourhood:
         for block, source in zip(self._blocks, sources, strict=True):
             rows.append([])
             for chunk in block.chunks:
-                u = chunk.load(source)
-                plain = perturbation.row(u, q)
+                plain = perturbation.row_(chunk.load(source), q)
                 if scaled:
-                    plain = torch.cat([perturbation.row(u.mul_(ball.scale(block, chunk)), q), plain])
+                    u = chunk.load(source).mul_(ball.scale(block, chunk))
+                    plain = torch.cat([perturbation.row_(u, q), plain])
                 rows[-1].append(plain)
         joint = self._join(rows, q)  # of T * g in front, and of g behind it where that is another
         gradient_norm = perturbation.norm(joint[-2:], q)
@@ -212,7 +141,8 @@ class Neighbourhood:
         moved: list[list[Tensor]] = []
         for block, source in zip(self._blocks, sources, strict=True):
             here = joint[:2].to(block.saved.device, non_blocking=True)
-            to_direction = (perturbation.dual if noise is None else perturbation.unit)(ball.p, here)
+            make_direction = perturbation.dual if noise is None else perturbation.unit
+            to_direction = make_direction(ball.p, here, block.chunks[0].scratch.dtype)
             parts = block.parts()
             moved.append([])
             for chunk in block.chunks:
@@ -226,11 +156,13 @@ class Neighbourhood:
                     continue
                 eps = _move(ball, chunk, parts, scale)
                 if not ball.is_round:
-                    moved[-1].append(perturbation.row(eps, ball.p))
+                    moved[-1].append(perturbation.row_(eps, ball.p))
         if several:
             moved = self._move_to_projection(ball)
         elif ball.is_round:
-            return AscentNorms(gradient_norm, (gradient_norm.isfinite() & (gradient_norm > 0)).to(joint.dtype) * ball.radius)
+            return AscentNorms(
+                gradient_norm, (gradient_norm.isfinite() & (gradient_norm > 0)).to(joint.dtype) * ball.radius
+            )
         return AscentNorms(gradient_norm, perturbation.norm(self._join(moved, ball.p), ball.p))
 
     def _move_to_projection(self, ball: _Ball) -> list[list[Tensor]]:
@@ -244,7 +176,7 @@ class Neighbourhood:
             for chunk in block.chunks:
                 chunk.scratch.copy_(direction[chunk.flat])
                 eps = _move(ball, chunk, parts, ball.scale(block, chunk))
-                moved[-1].append(perturbation.row(eps, ball.p))
+                moved[-1].append(perturbation.row_(eps, ball.p))
         return moved
 
     def _join(self, rows: Sequence[Sequence[Tensor]], q: float) -> Tensor:
@@ -262,74 +194,11 @@ class Neighbourhood:
             scratch.untyped_storage().resize_(0)
 
 
-class _Scratch:
-    """One scratch buffer for each device and working dtype, as large as its largest chunk."""
-
-    def __init__(self) -> None:
-        self._sizes: dict[tuple[torch.dtype, torch.device], int] = {}
-        self._buffers: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-
-    def reserve(self, dtype: torch.dtype, device: torch.device, size: int) -> None:
-        key = (perturbation.working_dtype(dtype.to_real()), device)
-        self._sizes[key] = max(size, self._sizes.get(key, 0))
-
-    def buffer(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        key = (perturbation.working_dtype(dtype.to_real()), device)
-        if key not in self._buffers:
-            self._buffers[key] = torch.empty(self._sizes[key], dtype=key[0], device=device)
-        return self._buffers[key]
-
-    def buffers(self) -> list[Tensor]:
-        return list(self._buffers.values())
-
-
-Layout = list[tuple[slice, tuple[int, int]]]
-
-
-def _layout(parameters: Sequence[Tensor]) -> Layout:
-    """Cut tensors into chunks no larger than the largest (or MIN_CHUNK): slices of tensors, and their elements."""
-    sizes = [sharding.local_part(p).numel() for p in parameters]
-    limit = max(MIN_CHUNK, *sizes)
-    chunks: Layout = []
-    first = start = stop = 0
-    for index, size in enumerate(sizes):
-        if stop + size - start > limit:
-            chunks.append((slice(first, index), (start, stop)))
-            first, start = index, stop
-        stop += size
-    return [*chunks, (slice(first, len(sizes)), (start, stop))]
-
-
-def _block(
-    group: int, parameters: list[Tensor], shards: sharding.Shards | None, layout: Layout, scratch: Tensor
-) -> _Block:
-    parts = [sharding.local_part(p) for p in parameters]
-    saved = torch.empty(layout[-1][1][1], dtype=parts[0].dtype, device=parts[0].device)
-    chunks = [
-        _Chunk(tensors, slice(start, stop), scratch[: stop - start], _views(scratch, parts[tensors]))
-        for tensors, (start, stop) in layout
-    ]
-    # Stride 0: a missing gradient costs no memory.
-    zeros = [saved.new_zeros(()).expand(part.shape) for part in parts]
-    plain = not sharding.is_sharded(parameters[0]) and not parameters[0].is_complex()
-    return _Block(group, parameters, plain, shards, zeros, saved, _views(saved, parts), chunks)
-
-
-def _views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Return views of a flat buffer, one after the other, in the shapes and memory formats of the given tensors."""
-    views, offset = [], 0
-    for tensor in like:
-        strides = torch.empty_like(tensor, device="meta").stride()  # dense, also where the tensor is not
-        views.append(flat.as_strided(tensor.shape, strides, offset))
-        offset += tensor.numel()
-    return views
-
-
 def _join_pairs(rows: Tensor, q: float) -> Tensor:
     return torch.cat([perturbation.join(pair, q) for pair in torch.split(rows, 2, dim=1)])
 
 
-def _move(ball: _Ball, chunk: _Chunk, parts: list[Tensor], scale: Tensor | float) -> Tensor:
+def _move(ball: _Ball, chunk: Chunk, parts: list[Tensor], scale: Tensor | float) -> Tensor:
     """Add eps = T * d, with d in the chunk's scratch memory, to the parameters, and return it."""
     eps = chunk.scratch.mul_(scale * ball.radius)
     torch._foreach_add_(parts[chunk.tensors], chunk.scratch_views)

@@ -47,33 +47,26 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def row(u: Tensor, q: float) -> Tensor:
-    r"""Return ``(peak, total)`` with :math:`\lVert u \rVert_q = peak \cdot total^{1/q}`, without overflow.
+def row_(u: Tensor, q: float) -> Tensor:
+    r"""Return ``(peak, total)`` with :math:`\lVert u \rVert_q = peak \cdot total^{1/q}`, overwriting u.
 
-    For q = 2 the sum of squares is taken in float64, which holds the square of every float32, in one pass. Otherwise
-    (and where a device has no float64) u is divided by its peak first. For q = inf, ``total`` counts the largest
-    coordinates. A non-finite u gives a non-finite row.
+    The powers are taken after division by the peak, in place, because temporary tensors of this size would be what SAM
+    needs most memory for. For q = inf, ``total`` counts the largest coordinates. A non-finite u gives a non-finite row.
     """
     wide = torch.float32 if u.device.type == "mps" else torch.float64
     if u.numel() == 0:
-        return torch.zeros(2, dtype=wide, device=u.device)
-    if q == 2 and wide == torch.float64:
-        total = torch.linalg.vector_norm(u, dtype=wide).square()
-        return torch.stack([torch.ones_like(total), total])
-    magnitude = u.abs()
-    peak = magnitude.amax()
+        return u.new_zeros(2, dtype=wide)
+    peak = u.abs_().amax()
     if math.isinf(q):
-        total = (magnitude == peak).sum(dtype=wide)
-    else:
-        total = magnitude.div_(_nonzero(peak)).pow_(q).sum(dtype=wide)
-    return torch.stack([peak.to(wide), total])
+        return torch.stack([peak, (u == peak).sum(dtype=u.dtype)]).to(wide)
+    return torch.stack([peak, u.div_(_nonzero(peak)).pow_(q).sum()]).to(wide)
 
 
 def join(rows: Tensor, q: float) -> Tensor:
     r"""Merge rows (n, 2) of parts into that of the whole: :math:`\lVert u \rVert_q^q = \sum_i \lVert u_i \rVert_q^q`.
 
     Example:
-        >>> both = join(torch.stack([row(torch.tensor([3.0]), 2), row(torch.tensor([4.0]), 2)]), 2)
+        >>> both = join(torch.stack([row_(torch.tensor([3.0]), 2), row_(torch.tensor([4.0]), 2)]), 2)
         >>> norm(both, 2).item()
         5.0
     """
@@ -82,12 +75,18 @@ def join(rows: Tensor, q: float) -> Tensor:
     return torch.stack([peak, (rows[:, 1] * share).sum()])
 
 
+def joint_row(tensors: Sequence[Tensor], q: float) -> Tensor:
+    """Return the row of several tensors together, on the device of the first."""
+    rows = [row_(working_copy(u), q) for u in tensors]
+    return join(torch.stack([r.to(rows[0].device, non_blocking=True) for r in rows]), q)
+
+
 def norm(joint: Tensor, q: float) -> Tensor:
     """Return the q-norm that a row stands for, a scalar tensor on its device."""
     return joint[0] if math.isinf(q) else joint[0] * joint[1].pow(1 / q)
 
 
-def dual(p: float, joint: Tensor) -> Callable[[Tensor], Tensor]:
+def dual(p: float, joint: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     r"""Return the function that replaces a part u of a vector, in place, by its part of the dual unit vector.
 
     That is Eq. 2 with rho = 1, :math:`\operatorname{sign}(u) |u|^{q-1} / (\lVert u \rVert_q^q)^{1/p}`: the unit d
@@ -98,13 +97,14 @@ def dual(p: float, joint: Tensor) -> Callable[[Tensor], Tensor]:
     Args:
         p: the norm of the ball.
         joint: the joint row of the whole vector, for the dual exponent q.
+        dtype: that of the parts, float32 or better.
 
     Returns:
-        A function of a tensor, float32 or better, which it overwrites and returns.
+        A function of a part, which it overwrites and returns.
     """
     exponent = dual_exponent(p) - 1
     peak = _nonzero(joint[0])
-    factor = _reciprocal(norm(joint, 2)) if p == 2 else joint[1].pow(-1 / p)
+    factor = _reciprocal(norm(joint, 2), dtype) if p == 2 else joint[1].pow(-1 / p)
     factor = _zero_unless_usable(factor, joint)
 
     def apply_(u: Tensor) -> Tensor:
@@ -120,9 +120,9 @@ def dual(p: float, joint: Tensor) -> Callable[[Tensor], Tensor]:
     return apply_
 
 
-def unit(p: float, joint: Tensor) -> Callable[[Tensor], Tensor]:
+def unit(p: float, joint: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     r"""Return the function that replaces a part u, in place, by :math:`u / \lVert u \rVert_p` (0 as for `dual`)."""
-    factor = _zero_unless_usable(_reciprocal(norm(joint, p)), joint)
+    factor = _zero_unless_usable(_reciprocal(norm(joint, p), dtype), joint)
     return lambda u: _times(u, factor)
 
 
@@ -145,19 +145,19 @@ def project_(points: Sequence[Tensor], p: float, *, radius: float = 1.0, gather:
             x.clamp_(-radius, radius)
         return
     if p == 2:
-        size = norm(join(gather([row(x, 2) for x in points]), 2), 2)
+        squares = gather([torch.linalg.vector_norm(x).square().reshape(1) for x in points])
         for x in points:
-            x.mul_((radius / size).clamp(max=1))
+            x.mul_((radius / squares.sum().sqrt()).clamp(max=1))
         return
     if p != 1:
         raise ValueError(f"There is no projection for p={p}: p must be 1, 2 or inf where there are several steps.")
-    theta = torch.zeros((), dtype=row(points[0], 1).dtype, device=points[0].device)
+    theta = points[0].new_zeros(())
     for _ in range(L1_PROJECTION_STEPS):
         sums = []
         for x in points:
             magnitude = x.abs()
             active = magnitude > theta
-            sums.append(torch.stack([(magnitude * active).sum(dtype=theta.dtype), active.sum(dtype=theta.dtype)]))
+            sums.append(torch.stack([(magnitude * active).sum(), active.sum(dtype=x.dtype)]))
         total, count = gather(sums).sum(dim=0)
         theta = torch.maximum(theta, (total - radius) / count.clamp(min=1))
     for x in points:
@@ -194,15 +194,30 @@ def ascent_step(
         >>> ascent_step([torch.tensor([3.0]), torch.tensor([4.0])], rho=0.5)
         [tensor([0.3000]), tensor([0.4000])]
     """
+    scales = [check_rho(rho)] * len(grads) if scales is None else scales
+    directions = ascent_direction(grads, p=p, scales=scales)
+    return apply_scales(directions, scales, like=grads)
+
+
+def ascent_direction(grads: Sequence[Tensor], *, p: float, scales: Sequence[Tensor | float]) -> list[Tensor]:
+    r"""Return :math:`d = dual_p(T \odot g)`, of joint p-norm 1, in the working dtype."""
     p, q = check_p(p), dual_exponent(p)
     if not grads:
         return []
-    scales = [check_rho(rho)] * len(grads) if scales is None else scales
     scaled = [working_copy(g).mul_(t) for g, t in zip(grads, scales, strict=True)]
-    joint = join(torch.stack([row(u, q) for u in scaled]), q)
-    to_dual = dual(p, joint)
-    steps = [to_dual(u).mul_(t) for u, t in zip(scaled, scales, strict=True)]
-    return [as_like(step, g) for step, g in zip(steps, grads, strict=True)]
+    joint = joint_row(scaled, q)
+    return [dual(p, joint.to(u.device), u.dtype)(u) for u in scaled]
+
+
+def apply_scales(
+    directions: Sequence[Tensor], scales: Sequence[Tensor | float], *, like: Sequence[Tensor]
+) -> list[Tensor]:
+    r"""Return :math:`\epsilon = T \odot d`, in the dtypes of the tensors it belongs to."""
+    steps = [d * t for d, t in zip(directions, scales, strict=True)]
+    return [
+        (torch.view_as_complex(step) if tensor.is_complex() else step).to(tensor.dtype)
+        for step, tensor in zip(steps, like, strict=True)
+    ]
 
 
 def random_step(
@@ -234,15 +249,8 @@ def random_step(
         return []
     scales = [check_rho(rho)] * len(like) if scales is None else scales
     noise = [working_copy(t).normal_(generator=generator) for t in like]
-    joint = join(torch.stack([row(z, p) for z in noise]), p)
-    to_unit = unit(p, joint)
-    steps = [to_unit(z).mul_(t) for z, t in zip(noise, scales, strict=True)]
-    return [as_like(step, t) for step, t in zip(steps, like, strict=True)]
-
-
-def as_like(step: Tensor, like: Tensor) -> Tensor:
-    """Return a step computed in the working dtype in the dtype of the tensor it belongs to."""
-    return torch.view_as_complex(step).to(like.dtype) if like.is_complex() else step.to(like.dtype)
+    joint = joint_row(noise, p)
+    return apply_scales([unit(p, joint.to(z.device), z.dtype)(z) for z in noise], scales, like=like)
 
 
 def _zero_unless_usable(factor: Tensor, joint: Tensor) -> Tensor:
@@ -255,9 +263,9 @@ def _times(u: Tensor, factor: Tensor) -> Tensor:
     return u.mul_(factor).nan_to_num_(0.0, 0.0, 0.0)
 
 
-def _reciprocal(size: Tensor) -> Tensor:
-    # A subnormal gradient has a reciprocal norm beyond float32; the step is then shorter, but finite.
-    return size.reciprocal().clamp(max=torch.finfo(torch.float32).max)
+def _reciprocal(size: Tensor, dtype: torch.dtype) -> Tensor:
+    # A subnormal gradient has a reciprocal norm beyond its dtype; the step is then shorter, but finite.
+    return size.reciprocal().clamp(max=torch.finfo(dtype).max)
 
 
 def _nonzero(peak: Tensor) -> Tensor:

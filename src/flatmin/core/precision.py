@@ -56,7 +56,7 @@ def realised_perturbation(opt: SAM, *, compute_dtype: torch.dtype | None = None)
                 grads.append(_whole(p.grad))
                 scales.append(perturbation.adaptive_scale(weights[-1], rho, opt.eta))
     if not grads:
-        raise ValueError("opt has no gradients: call backward() on the loss first.")
+        raise ValueError("opt has no gradients (of parameters with a radius above 0): call backward() first.")
     asked, realised = [], []
     steps = perturbation.ascent_step([g.to(perturbation.working_dtype(g.dtype)) for g in grads], p=opt.p, scales=scales)
     for weight, eps in zip(weights, steps, strict=True):

@@ -1,9 +1,7 @@
 """SAM as a torch optimizer that wraps a built one."""
 
 import contextlib
-import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -15,6 +13,7 @@ from flatmin.core.arguments import (
     check_adaptive,
     check_ascent_steps,
     check_base,
+    check_generator,
     check_p,
     check_rho,
     shares_of,
@@ -22,29 +21,12 @@ from flatmin.core.arguments import (
 from flatmin.core.batchnorm import NormalisationBuffers
 from flatmin.core.metrics import SAMMetrics, weighted_mean
 from flatmin.core.micro_batches import GradientMean
-from flatmin.core.neighbourhood import AscentNorms, Neighbourhood
-from flatmin.core.randomness import RandomState, direction_generator
-from flatmin.core.wrapper import OptimizerWrapper
-
-Closure = Callable[[], Any]
-
-GENERATOR_KEY = (
-    "sam_generator"  # of the first parameter group: checkpoints keep groups, also those of torch.distributed
-)
+from flatmin.core.passes import GENERATOR_KEY, Closure, Passes
+from flatmin.core.randomness import direction_generator
+from flatmin.core.state import SharedState
 
 
-@dataclass
-class _StepState:
-    """All that changes from step to step, in one object: wrappers copy an optimizer's attributes, not their values."""
-
-    neighbourhood: Neighbourhood = field(default_factory=Neighbourhood)
-    metrics: SAMMetrics = field(default_factory=SAMMetrics)
-    away: bool = False  # the parameters stand at w + eps
-    ready: bool = False  # the gradients are those of a completed pass at w + eps
-    warned: bool = False
-
-
-class SAM(OptimizerWrapper):
+class SAM(Passes):
     r"""Sharpness-Aware Minimization (Foret et al., 2021) around any optimizer.
 
     A step computes the gradient g at w, climbs to the highest point nearby as the gradient sees it,
@@ -134,15 +116,15 @@ class SAM(OptimizerWrapper):
         self.eta = check_adaptive(adaptive)
         self.ascent_steps = check_ascent_steps(ascent_steps, self.p, direction)
         self.direction = direction
-        self.generator = generator
+        self.generator = check_generator(generator)
         self.sync_perturbation = sync_perturbation
-        self._rho = check_rho(rho)
-        self._model: nn.Module | None = None
+        self.__setstate__({"rho": check_rho(rho), "model": None})
         self._radii()
-        workers.check_model(model, self._parameters(), sync_perturbation)
-        self.__setstate__({"_model": model})
-        if generator is not None and direction == "random":
-            self.param_groups[0][GENERATOR_KEY] = generator.get_state()
+        self.model = model
+        if direction == "random":
+            shared = sync_perturbation or any(sharding.is_sharded(p) for p in self._parameters())
+            self.generator = generator or direction_generator(self._devices()[0], shared=shared)
+            self.param_groups[0][GENERATOR_KEY] = self.generator.get_state()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the base optimizer; it may have a radius ``sam_rho`` of its own."""
@@ -152,35 +134,35 @@ class SAM(OptimizerWrapper):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients."""
-        # Outside of a pass at w + eps a new step begins: after a step that a GradScaler skipped, the gradients of the
-        # second pass are gone and must not be taken to be there.
-        self._step_state.ready &= self._step_state.away
+        if not self._state.away:
+            self._state.forbid()  # a new step begins
+        self._state.zeroed = True
         super().zero_grad(set_to_none)
 
     @property
     def rho(self) -> float:
         """The radius of the groups that have none of their own."""
-        return self._rho
+        return self._state.rho
 
     @rho.setter
     def rho(self, rho: float) -> None:
-        self._rho = check_rho(rho)
+        self._state.rho = check_rho(rho)
 
     @property
     def model(self) -> nn.Module | None:
         """The model whose running statistics and gradient reduction SAM looks after. May be assigned to."""
-        return self._model
+        return self._state.model
 
     @model.setter
     def model(self, model: nn.Module | None) -> None:
         workers.check_model(model, self._parameters(), self.sync_perturbation)
-        self._model = model
-        self._buffers = NormalisationBuffers(model)
+        self._state.model = model
+        self._state.buffers = NormalisationBuffers(model)
 
     @property
     def metrics(self) -> SAMMetrics:
         """What the last step measured."""
-        return self._step_state.metrics
+        return self._state.metrics
 
     # Steps.
 
@@ -206,9 +188,9 @@ class SAM(OptimizerWrapper):
             )
         self._check_home("perturbed()")
         with self._away() as norms:
-            self._step_state.metrics = SAMMetrics(grad_norm=norms.gradient, perturbation_norm=norms.perturbation)
+            self._state.metrics = SAMMetrics(grad_norm=norms.gradient, perturbation_norm=norms.perturbation)
             yield
-        self._step_state.ready = any(p.grad is not None for p in self._parameters())
+        self._state.permit(self._parameters())
 
     @overload  # type: ignore[override]
     def step(self, closure: None = None) -> None: ...
@@ -241,32 +223,35 @@ class SAM(OptimizerWrapper):
         Raises:
             TypeError: neither a closure nor a pass within ``perturbed()`` came before, or the closure returned no loss.
         """
-        state = self._step_state
         self._check_home("step()")
         if closure is not None and not callable(closure):
             return self._step_micro_batches(list(closure), ascent, weights)
         if weights is not None:
             raise ValueError("weights goes with a list of closures, one weight for each.")
-        if closure is None or state.ready:
-            self._step_ready(closure)
+        if closure is None:
+            self._step_ready()
             return None
-        state.metrics = self._sam_gradient(closure, ascent, reduce=True)
+        first = None
+        if ascent is None and self._state.permitted(self._parameters()):
+            first = self._call_after_a_pass(closure)
+            if first is None:
+                self._step_ready()
+                return None
+        measured_at_w = ascent is None and (first is not None or self._needs_first_pass())
+        metrics = self._state.metrics = self._sam_gradient(closure, ascent, reduce=True, first=first)
         self.base.step()
-        measured_at_w = ascent is None and self._needs_first_pass()
-        return state.metrics.loss if measured_at_w else state.metrics.perturbed_loss
+        return metrics.loss if measured_at_w else metrics.perturbed_loss
 
-    def _step_ready(self, closure: Closure | None) -> None:
-        """Take the base step after ``perturbed()``. A closure here is a trainer's do-nothing wrapper."""
-        if not self._step_state.ready and not self._is_initialisation():
+    def _step_ready(self) -> None:
+        """Take the base step after ``perturbed()``."""
+        if not self._state.permitted(self._parameters()) and not self._is_initialisation():
             raise TypeError(
                 "SAM.step() needs a closure, or a pass at the perturbed weights before it: SAM evaluates the loss "
                 "twice. Pass a function that zeroes the gradients, computes the loss, calls backward() and returns the "
-                "loss; or run the second pass, with its backward(), inside `with opt.perturbed():`."
+                "loss; or run the second pass, with its backward(), inside `with opt.perturbed():`. The gradients of "
+                "that pass must still be there: change them in place, or inside the block."
             )
-        if closure is not None:
-            with torch.enable_grad():
-                closure()
-        self._step_state.ready = False
+        self._state.forbid()
         self.base.step()
 
     def _step_micro_batches(
@@ -284,117 +269,29 @@ class SAM(OptimizerWrapper):
         mean.put()
         if workers.is_parallel() and hasattr(workers.unwrap(self.model), "no_sync"):
             workers.average_gradients(parameters, self.model)
-        self._step_state.metrics = weighted_mean(measured, shares)
+        self._state.metrics = weighted_mean(measured, shares)
         self.base.step()
-        metrics = self._step_state.metrics
+        metrics = self._state.metrics
         return metrics.loss if self._needs_first_pass() else metrics.perturbed_loss
-
-    def _sam_gradient(self, closure: Closure, ascent: Closure | None, *, reduce: bool) -> SAMMetrics:
-        """Run the passes of one closure; the SAM gradient is left in the parameters' gradients."""
-        if ascent is not None and self.direction == "random":
-            raise ValueError('ascent gives the direction, but direction="random" needs none. Leave one of them out.')
-        if not self.sync_perturbation and not self._step_state.warned:
-            self._step_state.warned = True
-            workers.warn_if_passes_cannot_be_local(self.model, self._parameters())
-        self._step_state.ready = False
-        random = RandomState({group["params"][0].device for group in self.param_groups if group["params"]})
-        loss = None
-        if self._needs_first_pass():
-            loss = self._pass(ascent or closure, reduce=self.sync_perturbation)
-        with self._away(several=self.ascent_steps > 1) as norms:
-            for _ in range(1, self.ascent_steps):
-                random.restore()
-                self._pass(ascent or closure, reduce=self.sync_perturbation)
-                norms = norms._replace(perturbation=self._ascend(several=True).perturbation)
-                self._drop_gradients()
-            random.restore()
-            perturbed_loss = self._pass(closure, reduce=reduce)
-        return SAMMetrics(
-            loss=perturbed_loss.new_full((), math.nan) if loss is None else loss,
-            perturbed_loss=perturbed_loss,
-            sharpness=perturbed_loss.new_full((), math.nan) if loss is None or ascent else perturbed_loss - loss,
-            grad_norm=norms.gradient,
-            perturbation_norm=norms.perturbation,
-        )
-
-    def _pass(self, closure: Closure, *, reduce: bool) -> Tensor:
-        """Call a closure and return its loss, kept safe from what later passes overwrite (CUDA graphs do)."""
-        with torch.enable_grad(), contextlib.nullcontext() if reduce else workers.local_pass(self.model):
-            loss = closure()
-        if loss is None:
-            raise TypeError("The closure returned None: it must return the loss, after calling backward() on it.")
-        loss = torch.as_tensor(loss)
-        if loss.numel() != 1:
-            raise ValueError(f"The closure must return a scalar loss, got a tensor of shape {tuple(loss.shape)}.")
-        return loss.detach().clone()
-
-    @contextlib.contextmanager
-    def _away(self, several: bool = False) -> Iterator[AscentNorms]:
-        """Climb on entry, come back on exit, whatever happens in between."""
-        state = self._step_state
-        state.neighbourhood.prepare(self.param_groups, self._radii())
-        if self.direction == "gradient" and not self._has_gradient():
-            raise ValueError(
-                "There are no gradients to climb along: none of the parameters with a radius above 0 has one. "
-                "Call backward() on the loss first (in a closure: before it returns)."
-            )
-        state.ready = False
-        state.neighbourhood.save()
-        self._buffers.save()
-        state.away = True
-        try:
-            norms = self._ascend(several)
-            self._drop_gradients()
-            yield norms
-        finally:
-            state.neighbourhood.restore()
-            self._buffers.restore()
-            state.away = False
-
-    def _ascend(self, several: bool) -> AscentNorms:
-        if self.direction == "random" and self.generator is None:
-            shared = self.sync_perturbation or any(sharding.is_sharded(p) for p in self._parameters())
-            self.generator = direction_generator(self._device(), shared=shared)
-        noise = self.generator if self.direction == "random" else None
-        downhill = [bool(group.get("maximize", False)) for group in self.param_groups]
-        norms = self._step_state.neighbourhood.ascend(
-            self._radii(), p=self.p, eta=self.eta, downhill=downhill, noise=noise, several=several
-        )
-        if noise is not None:
-            self.param_groups[0][GENERATOR_KEY] = noise.get_state()
-            return norms._replace(gradient=torch.full_like(norms.gradient, math.nan))
-        return norms
 
     # Checkpoints and copies.
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of SAM or of its base optimizer."""
         super().load_state_dict(state_dict)
-        self._step_state.ready = False
+        self._state.forbid()
         generator_state = self.param_groups[0].get(GENERATOR_KEY)
-        if generator_state is not None and self.direction == "random":
-            if self.generator is None:
-                self.generator = torch.Generator(self._device())
+        if generator_state is not None and self.generator is not None:
             self.generator.set_state(generator_state.cpu())
 
     def __getstate__(self) -> dict[str, Any]:
-        names = (
-            "base",
-            "p",
-            "eta",
-            "ascent_steps",
-            "direction",
-            "generator",
-            "sync_perturbation",
-            "_rho",
-            "_model",
-        )
-        return {name: self.__dict__[name] for name in names}
+        names = ("base", "p", "eta", "ascent_steps", "direction", "generator", "sync_perturbation", "rho", "model")
+        return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._step_state = _StepState()
-        self._buffers = NormalisationBuffers(self._model)
+        rest = dict(state)
+        self._state = SharedState(rho=rest.pop("rho"), model=rest.pop("model"))
+        super().__setstate__(rest)
 
     def __repr__(self) -> str:
         settings = f"rho={self.rho}, p={self.p}"
@@ -403,31 +300,8 @@ class SAM(OptimizerWrapper):
         settings += ', direction="random"' if self.direction == "random" else ""
         return f"SAM({settings}, base={self.base!r})"
 
-    # Small questions.
-
-    def _parameters(self) -> Iterator[Tensor]:
-        return (p for group in self.param_groups for p in group["params"])
-
-    def _drop_gradients(self) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.grad = None
-
-    def _device(self) -> torch.device:
-        return next(self._parameters()).device
-
-    def _radii(self) -> list[float]:
-        return [check_rho(group.get("sam_rho", self._rho), "sam_rho") for group in self.param_groups]
-
-    def _has_gradient(self) -> bool:
-        groups = [group for group, radius in zip(self.param_groups, self._radii(), strict=True) if radius > 0]
-        return not groups or any(p.grad is not None for group in groups for p in group["params"] if p.requires_grad)
-
-    def _needs_first_pass(self) -> bool:
-        return self.direction == "gradient" or self._buffers.present()
-
     def _check_home(self, call: str) -> None:
-        if self._step_state.away:
+        if self._state.away:
             raise ValueError(
                 f"{call} was called inside `with opt.perturbed():`, where the weights are perturbed. "
                 "Leave the block first: step() comes after it, and one block cannot stand in another."

@@ -1,5 +1,6 @@
 """What SAM has to know of sharded parameters (DTensor: FSDP2, tensor parallelism): local parts and joint norms."""
 
+import functools
 import sys
 from collections.abc import Sequence
 from typing import Any, TypeGuard
@@ -70,13 +71,16 @@ def gather_rows(rows: Sequence[Tensor], shards: Sequence[Shards | None]) -> Tens
     on each rank is taken once.
     """
     device = rows[0].device
+    dtype = functools.reduce(torch.promote_types, (r.dtype for r in rows))
     gathered: list[Tensor] = []
     for way in dict.fromkeys(shards):
-        part = torch.stack([r.to(device, non_blocking=True) for r, s in zip(rows, shards, strict=True) if s == way])
+        part = torch.stack(
+            [r.to(device, dtype, non_blocking=True) for r, s in zip(rows, shards, strict=True) if s == way]
+        )
         for dim in way[1] if way is not None else ():
             group = way[0].get_group(dim)  # type: ignore[index]
             whole = part.new_empty((dist.get_world_size(group) * len(part), part.shape[1]))
-            dist.all_gather_into_tensor(whole, part.contiguous(), group=group)
+            dist.all_gather_single(whole, part.contiguous(), group=group)
             part = whole
         gathered.append(part)
     return gathered[0] if len(gathered) == 1 else torch.cat(gathered)

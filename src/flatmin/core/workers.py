@@ -65,7 +65,7 @@ def warn_if_passes_cannot_be_local(model: nn.Module | None, parameters: Iterable
             "reduces gradients in every backward pass, and gradients are then reduced twice a step. Pass the "
             "DistributedDataParallel module as model=, or sync_perturbation=True if a shared one is what you want.",
             UserWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
@@ -77,6 +77,8 @@ def average_gradients(parameters: Iterable[Tensor], model: nn.Module | None) -> 
     """
     wrapped = unwrap(model)
     group = getattr(wrapped, "process_group", None)
+    # As after a pass that reduced gradients: the next forward pass shares the buffers of rank 0.
+    wrapped.require_forward_param_sync = True
     trainable = [p for p in parameters if p.requires_grad]
     if any(p.grad is not None and p.grad.layout != torch.strided for p in trainable):
         raise ValueError(

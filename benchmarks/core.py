@@ -1,0 +1,173 @@
+"""What a SAM step costs beside its two passes: flatmin, its peers, and the limit.
+
+The limit is two forward-backward passes and one step of the base optimizer (SGD with momentum). Time is the median of
+the ratio to it, round by round, with quartiles; memory is the peak over a whole first step (buffers made on the first
+step included) beyond the limit's peak, in units of the parameters' size.
+"""
+
+import copy
+
+import pytorch_optimizer
+import torch
+from torch import nn
+
+from benchmarks.harness import interleaved, peak_bytes, ratio, table
+from flatmin import SAM
+
+
+class Block(nn.Module):
+    def __init__(self, inputs, width, stride):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(inputs, width, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(width),
+        )
+        self.shortcut = nn.Conv2d(inputs, width, 1, stride, bias=False) if inputs != width else nn.Identity()
+
+    def forward(self, x):
+        return torch.relu(self.body(x) + self.shortcut(x))
+
+
+def resnet():
+    """A ResNet-20 for 32 x 32 images."""
+    blocks, inputs = [], 16
+    for width, stride in ((16, 1), (32, 2), (64, 2)):
+        for i in range(3):
+            blocks.append(Block(inputs, width, stride if i == 0 else 1))
+            inputs = width
+    stem = [nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+
+
+def mlp():
+    """400 parameter tensors, most of them small."""
+    return nn.Sequential(*(layer for _ in range(200) for layer in (nn.Linear(32, 32), nn.ReLU())))
+
+
+class LoopSAM:
+    """The arithmetic of the most used implementation: a loop over tensors, a norm each, a clone of every weight."""
+
+    def __init__(self, params, base, rho):
+        self.params, self.base, self.rho = list(params), base, rho
+
+    def step(self, closure):
+        closure()
+        with torch.no_grad():
+            size = torch.norm(torch.stack([p.grad.norm(p=2) for p in self.params]), p=2)
+            scale = self.rho / (size + 1e-12)
+            old = {}
+            for p in self.params:
+                old[p] = p.data.clone()
+                p.add_(p.grad * scale)
+        closure()
+        with torch.no_grad():
+            for p in self.params:
+                p.data = old[p]
+        self.base.step()
+
+
+class BareForeach:
+    """The fewest foreach calls that do the same: no guard, no batch norm, no noise, nothing restored on errors."""
+
+    def __init__(self, params, base, rho):
+        self.params, self.base, self.rho = list(params), base, rho
+
+    def step(self, closure):
+        closure()
+        with torch.no_grad():
+            grads = [p.grad for p in self.params]
+            size = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+            old = torch._foreach_add(self.params, 0)
+            torch._foreach_add_(self.params, torch._foreach_mul(grads, self.rho / size))
+        closure()
+        with torch.no_grad():
+            torch._foreach_copy_(self.params, old)
+        self.base.step()
+
+
+def contenders(model, x):
+    settings = {"lr": 1e-3, "momentum": 0.9}
+    steps = {}
+    sizes = {}
+
+    def add(name, make_step):
+        own = copy.deepcopy(model)
+
+        def closure():
+            own.zero_grad()
+            loss = own(x).square().mean()
+            loss.backward()
+            return loss
+
+        steps[name] = make_step(own, closure)
+        sizes[name] = sum(p.numel() * p.element_size() for p in own.parameters())
+
+    def limit(own, closure):
+        base = torch.optim.SGD(own.parameters(), **settings)
+
+        def step():
+            closure()
+            closure()
+            base.step()
+
+        return step
+
+    def flatmin(own, closure):
+        opt = SAM(torch.optim.SGD(own.parameters(), **settings), rho=0.05, model=own)
+        return lambda: opt.step(closure)
+
+    def peer(cls):
+        def make(own, closure):
+            opt = cls(own.parameters(), torch.optim.SGD(own.parameters(), **settings), rho=0.05)
+            return lambda: opt.step(closure)
+
+        return make
+
+    def published(foreach):
+        def make(own, closure):
+            opt = pytorch_optimizer.SAM(own.parameters(), torch.optim.SGD, rho=0.05, foreach=foreach, **settings)
+
+            def step():
+                closure()
+                opt.step(closure)
+
+            return step
+
+        return make
+
+    add("limit: two passes + base step", limit)
+    add("flatmin.SAM", flatmin)
+    add("davda54's arithmetic", peer(LoopSAM))
+    add("pytorch_optimizer.SAM, loop", published(False))
+    add("pytorch_optimizer.SAM, foreach", published(True))
+    add("bare foreach calls", peer(BareForeach))
+    return steps, sizes
+
+
+def measure(title, model, x, rounds):
+    steps, sizes = contenders(model, x)
+    reference = next(iter(steps))
+    peaks = {name: peak_bytes(step) for name, step in steps.items()}
+    seconds = interleaved(steps, rounds)
+    rows = []
+    for name in steps:
+        middle, low, high = ratio(seconds, name, reference)
+        extra = (peaks[name] - peaks[reference]) / sizes[name]
+        rows.append([name, f"{middle:.3f}", f"{low:.3f} to {high:.3f}", f"{extra:.2f}"])
+    count = len(list(model.parameters()))
+    print(f"\n### {title}: {count} tensors, {sizes[reference] / 4 / 1e3:,.0f} k parameters, {rounds} rounds\n")
+    print(table(["contender", "time / limit", "quartiles", "extra memory / parameters"], rows))
+
+
+def main():
+    torch.manual_seed(0)
+    print("\n## A SAM step")
+    measure("ResNet-20, batch 128", resnet(), torch.randn(128, 3, 32, 32), rounds=15)
+    measure("MLP of width 32, batch 16", mlp(), torch.randn(16, 32), rounds=150)
+
+
+if __name__ == "__main__":
+    main()

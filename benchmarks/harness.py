@@ -1,0 +1,64 @@
+"""Interleaved timing: on a shared machine only ratios within one run mean anything, and only their medians."""
+
+import platform
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy
+import psutil
+import torch
+
+
+def machine() -> str:
+    """Return one line that says what the figures were measured on."""
+    model = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo") as f:
+            model = next(line.split(":")[1].strip() for line in f if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    memory = psutil.virtual_memory().total / 2**30
+    return (
+        f"{model}, {psutil.cpu_count()} cores, {memory:.0f} GiB; Python {platform.python_version()}, "
+        f"torch {torch.__version__} ({torch.get_num_threads()} threads), numpy {numpy.__version__}"
+    )
+
+
+def interleaved(contenders: dict[str, Callable[[], object]], rounds: int, warm_up: int = 3) -> dict[str, list[float]]:
+    """Return the seconds of each contender in each round; a round runs every one of them once, in turning order."""
+    names = list(contenders)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for index in range(warm_up + rounds):
+        for name in names[index % len(names) :] + names[: index % len(names)]:
+            start = time.perf_counter()
+            contenders[name]()
+            if index >= warm_up:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def ratio(seconds: dict[str, list[float]], name: str, reference: str) -> tuple[float, float, float]:
+    """Return the median and the quartiles of a contender's time over the reference's, round by round."""
+    ratios = [a / b for a, b in zip(seconds[name], seconds[reference], strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return middle, low, high
+
+
+def peak_bytes(function: Callable[[], object]) -> int:
+    """Return the most bytes that torch held at once, beyond what it held before, while the function ran."""
+    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        function()
+    now = peak = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    return peak
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """Return a Markdown table with aligned columns."""
+    widths = [max(len(line[i]) for line in [header, *rows]) for i in range(len(header))]
+    lines = [header, ["-" * w for w in widths], *rows]
+    return "\n".join("| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |" for line in lines)

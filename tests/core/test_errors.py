@@ -1,0 +1,181 @@
+"""Bad input: an error that names the argument and the remedy, with nothing changed."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from flatmin import SAM
+
+
+def base():
+    return torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"rho": -0.1}, ValueError, "rho must be finite and not negative, got -0.1"),
+        ({"rho": math.inf}, ValueError, "rho must be finite"),
+        ({"rho": math.nan}, ValueError, "rho must be finite"),
+        ({"rho": "0.1"}, TypeError, "rho must be a number"),
+        ({"rho": True}, TypeError, "rho must be a number"),
+        ({"p": 0.99}, ValueError, r"p must be in \[1, inf\], got 0.99"),
+        ({"p": math.nan}, ValueError, "p must be"),
+        ({"p": "2"}, TypeError, "p must be a number"),
+        ({"ascent_steps": 0}, ValueError, "ascent_steps must be at least 1, got 0"),
+        ({"ascent_steps": 1.5}, TypeError, "ascent_steps must be a whole number"),
+        ({"ascent_steps": 2, "p": 3.0}, ValueError, "ascent_steps=2 with p=3.0"),
+        ({"ascent_steps": 2, "direction": "random"}, ValueError, "ascent_steps=2 with direction"),
+        ({"direction": "up"}, ValueError, "direction must be"),
+        ({"adaptive": -1.0}, ValueError, "adaptive"),
+        ({"adaptive": math.nan}, ValueError, "adaptive"),
+        ({"adaptive": "yes"}, TypeError, "adaptive"),
+        ({"model": "resnet"}, TypeError, "model must be an nn.Module"),
+    ],
+)
+def test_a_bad_setting_is_named(settings, error, message):
+    with pytest.raises(error, match=message):
+        SAM(base(), **settings)
+
+
+def test_a_bad_group_radius_is_named_when_it_is_given():
+    w = nn.Parameter(torch.ones(2))
+    with pytest.raises(ValueError, match="sam_rho"):
+        SAM(torch.optim.SGD([{"params": [w], "sam_rho": -1.0}], lr=0.1))
+    opt = SAM(base())
+    with pytest.raises(ValueError, match="sam_rho"):
+        opt.add_param_group({"params": [w], "sam_rho": math.nan})
+    assert len(opt.param_groups) == 1
+    with pytest.raises(ValueError, match="rho"):
+        opt.rho = -1
+
+
+def test_a_class_is_not_a_base():
+    with pytest.raises(TypeError, match=r"built optimizer, got the class SGD.*SAM\(torch.optim.SGD"):
+        SAM(torch.optim.SGD, rho=0.05)
+
+
+def test_what_is_no_optimizer_is_not_a_base():
+    with pytest.raises(TypeError, match="torch.optim.Optimizer, got list"):
+        SAM([nn.Parameter(torch.ones(1))])
+    with pytest.raises(TypeError, match="SAM already"):
+        SAM(SAM(base()))
+
+
+def test_lbfgs_is_not_a_base():
+    with pytest.raises(TypeError, match="base is LBFGS"):
+        SAM(torch.optim.LBFGS([nn.Parameter(torch.ones(2))]))
+
+
+def make():
+    w = nn.Parameter(torch.tensor([1.0, 2.0]))
+    opt = SAM(torch.optim.SGD([w], lr=0.1), rho=0.5)
+    return w, opt
+
+
+def test_a_step_without_closure_or_second_pass_raises_and_says_what_to_do():
+    w, opt = make()
+    w.sum().backward()
+    with pytest.raises(TypeError, match=r"needs a closure.*opt.perturbed"):
+        opt.step()
+    assert w.tolist() == [1.0, 2.0]
+
+
+def test_a_second_pass_allows_one_step_only():
+    w, opt = make()
+    w.sum().backward()
+    with opt.perturbed():
+        w.sum().backward()
+    opt.step()
+    with pytest.raises(TypeError, match="needs a closure"):
+        opt.step()
+
+
+def test_a_block_without_a_backward_pass_allows_no_step():
+    w, opt = make()
+    w.sum().backward()
+    with opt.perturbed():
+        pass
+    with pytest.raises(TypeError, match="needs a closure"):
+        opt.step()
+
+
+def test_a_block_that_failed_allows_no_step():
+    w, opt = make()
+    w.sum().backward()
+    with pytest.raises(RuntimeError), opt.perturbed():
+        w.sum().backward()
+        raise RuntimeError
+    with pytest.raises(TypeError, match="needs a closure"):
+        opt.step()
+
+
+def test_blocks_cannot_be_nested_and_no_step_is_taken_within():
+    w, opt = make()
+    w.sum().backward()
+    with opt.perturbed():
+        w.sum().backward()
+        moved = w.detach().clone()
+        with pytest.raises(ValueError, match="inside `with opt.perturbed"), opt.perturbed():
+            pass
+        with pytest.raises(ValueError, match="inside `with opt.perturbed"):
+            opt.step()
+        with pytest.raises(ValueError, match="inside `with opt.perturbed"):
+            opt.step(lambda: w.sum())
+        assert torch.equal(w, moved)
+    assert w.tolist() == [1.0, 2.0]
+
+
+def test_several_ascent_steps_need_a_closure():
+    w, _ = make()
+    opt = SAM(torch.optim.SGD([w], lr=0.1), ascent_steps=2)
+    w.sum().backward()
+    with pytest.raises(ValueError, match="ascent_steps=2"), opt.perturbed():
+        pass
+
+
+def test_a_block_without_gradients_is_refused():
+    w, opt = make()
+    with pytest.raises(ValueError, match="no gradients to climb along"), opt.perturbed():
+        pass
+    with pytest.raises(ValueError, match="no gradients to climb along"):
+        opt.step(lambda: torch.tensor(1.0))
+    assert w.tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("result", [None, torch.ones(2)])
+def test_a_closure_that_returns_no_loss_is_refused_before_any_weight_moves(result):
+    w, opt = make()
+
+    def closure():
+        opt.zero_grad()
+        w.sum().backward()
+        return result
+
+    with pytest.raises((TypeError, ValueError), match="return"):
+        opt.step(closure)
+    assert w.tolist() == [1.0, 2.0]
+
+
+def test_a_random_direction_takes_no_ascent_closure():
+    opt = SAM(base(), direction="random")
+    with pytest.raises(ValueError, match="ascent"):
+        opt.step(pytest.fail, ascent=pytest.fail)
+
+
+def test_fsdp1_is_refused_by_name():
+    class FullyShardedDataParallel(nn.Linear):
+        pass
+
+    with pytest.raises(ValueError, match="FSDP1.*fully_shard"):
+        SAM(base(), model=FullyShardedDataParallel(1, 1))
+
+
+def test_a_static_ddp_graph_is_refused_unless_the_perturbation_is_shared():
+    model = nn.Linear(1, 1)
+    model.static_graph = True
+    with pytest.raises(ValueError, match=r"static_graph=True.*sync_perturbation=True"):
+        SAM(base(), model=model)
+    SAM(base(), model=model, sync_perturbation=True)

@@ -1,0 +1,87 @@
+"""FSDP2 with two gloo processes, against a single process on the whole batch."""
+
+import math
+
+import pytest
+import torch
+
+import fsdp_cases
+import references
+from flatmin import SAM
+
+SETTINGS = [
+    {"rho": 0.3},
+    {"rho": 0.3, "p": 1.0},
+    {"rho": 0.3, "p": 3.0},
+    {"rho": 0.1, "p": math.inf},
+    {"rho": 0.3, "adaptive": 0.1},
+    {"rho": 0.3, "ascent_steps": 3},
+    {"rho": 0.3, "ascent_steps": 3, "p": 1.0, "adaptive": True},
+    {"rho": 0.3, "direction": "random"},
+]
+
+
+def single_process(settings):
+    model = fsdp_cases.make_model()
+    opt = SAM(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), **settings, **fsdp_cases.generator_for(settings)
+    )
+    for step in range(fsdp_cases.STEPS):
+
+        def closure():
+            opt.zero_grad()
+            loss = sum(fsdp_cases.loss_of(model, fsdp_cases.batch(rank, step)) for rank in range(2)) / 2
+            loss.backward()
+            return loss
+
+        opt.step(closure)
+    return fsdp_cases.weights(model), opt.metrics.perturbation_norm, opt.metrics.grad_norm
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("way", ["closure", "perturbed"])
+def test_the_trajectory_is_that_of_a_single_process(two_processes, settings, way):
+    if way == "perturbed" and settings.get("ascent_steps", 1) > 1:
+        way = "closure"
+    results = two_processes.run(fsdp_cases.train, settings, way)
+    expected = single_process(settings)
+    for got in results:
+        for value, reference in zip(got, expected, strict=True):
+            torch.testing.assert_close(value, reference, rtol=1e-10, atol=1e-12, equal_nan=True)
+
+
+@pytest.mark.parametrize("settings", [{"p": 1.0}, {"p": 1.5}, {"p": 2.0}, {"p": math.inf}])
+def test_the_norm_costs_one_collective_however_many_tensors(two_processes, settings):
+    assert two_processes.run(fsdp_cases.collectives_of_one_perturbation, settings) == [["all_gather_single"]] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_shards_are_restored_exactly_also_after_an_exception(two_processes, dtype):
+    results = two_processes.run(fsdp_cases.restored_after_an_exception, dtype)
+    assert any(moved for moved, _ in results)
+    assert all(same for _, same in results)
+
+
+@pytest.mark.parametrize("p", [1.0, 1.5, 2.0, math.inf])
+def test_split_replicated_and_plain_tensors_count_once_each(two_processes, p):
+    for moved, grads in two_processes.run(fsdp_cases.mixed_placements, p, None):
+        torch.testing.assert_close(
+            references.flat(moved), references.eq2(references.flat(grads), 0.3, p), rtol=1e-9, atol=1e-12
+        )
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_gradient_that_is_not_finite_on_one_rank_perturbs_none(two_processes, bad):
+    for moved, _ in two_processes.run(fsdp_cases.mixed_placements, 2.0, bad):
+        assert references.flat(moved).abs().max() == 0
+
+
+def test_a_distributed_checkpoint_goes_on_in_lockstep(two_processes, tmp_path):
+    for original, loaded in two_processes.run(fsdp_cases.checkpoint_round_trip, str(tmp_path)):
+        assert torch.equal(original, loaded)
+
+
+def test_plain_and_replicated_tensors_may_share_a_group(two_processes):
+    for plain, replicated in two_processes.run(fsdp_cases.plain_before_replicated):
+        assert plain == pytest.approx([2.0] * 3)
+        assert replicated == pytest.approx([2.0] * 4)

@@ -1,0 +1,187 @@
+"""Loops that are almost right: each was once a step that silently was not SAM."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import references
+from flatmin import SAM, sam_gradient
+
+
+def make(**settings):
+    torch.manual_seed(0)
+    w = nn.Parameter(torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64))
+    return w, SAM(torch.optim.SGD([w], lr=0.1), **({"rho": 0.3} | settings))
+
+
+def loss_of(w):
+    return (w**4).sum() + w[0] * w[1]
+
+
+def closure_of(w, opt):
+    def closure():
+        opt.zero_grad()
+        loss = loss_of(w)
+        loss.backward()
+        return loss
+
+    return closure
+
+
+@pytest.mark.parametrize("zeroes", [True, False])
+def test_a_real_closure_after_a_finished_block_takes_a_sam_step(zeroes):
+    """The block may have been entered only to measure."""
+    w, opt = make()
+    start = w.detach().clone()
+    loss_of(w).backward()
+    with opt.perturbed():
+        loss_of(w).backward()
+    if zeroes:
+        opt.step(closure_of(w, opt))
+    else:
+        w.grad = None
+        opt.step(lambda: (loss := loss_of(w)).backward() or loss)
+    torch.testing.assert_close(w.detach(), start - 0.1 * references.sam_gradient(loss_of, start, 0.3)[0])
+
+
+@pytest.mark.parametrize("forget", ["the optimizer's zero_grad", "the model's zero_grad"])
+def test_the_permission_ends_with_the_gradients_it_was_given_for(forget):
+    w, opt = make()
+    loss_of(w).backward()
+    with opt.perturbed():
+        loss_of(w).backward()
+    if forget == "the optimizer's zero_grad":
+        opt.zero_grad(set_to_none=False)
+    else:
+        w.grad = None
+    loss_of(w).backward()
+    with pytest.raises(TypeError, match="needs a closure"):
+        opt.step()
+
+
+def test_gradients_changed_in_place_keep_the_permission():
+    w, opt = make()
+    loss_of(w).backward()
+    with opt.perturbed():
+        loss_of(w).backward()
+    w.grad.mul_(0.5)
+    nn.utils.clip_grad_norm_([w], 0.1)
+    opt.step()
+
+
+def test_a_closure_that_adds_to_older_gradients_warns_once():
+    w, opt = make()
+    loss_of(w).backward()
+
+    def accumulating():
+        loss = loss_of(w)
+        loss.backward()
+        return loss
+
+    with pytest.warns(UserWarning, match="added its gradient to one that was there before"):
+        opt.step(accumulating)
+    opt.step(accumulating)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_closure_that_zeroes_them_does_not_warn(set_to_none):
+    w, opt = make()
+    loss_of(w).backward()
+
+    def closure():
+        opt.zero_grad(set_to_none=set_to_none)
+        loss = loss_of(w)
+        loss.backward()
+        return loss
+
+    opt.step(closure)
+    opt.step(closure)
+
+
+def test_rho_and_model_set_through_a_wrapper_take_effect():
+    """A wrapper has copies of the attributes, as Lightning's has."""
+    w, opt = make()
+
+    class Wrapper:
+        def __init__(self, optimizer):
+            self.__dict__ = dict(optimizer.__dict__)
+            self.__class__ = type("Wrapped", (self.__class__, optimizer.__class__), {})
+
+    wrapped, model = Wrapper(opt), nn.BatchNorm1d(2)
+    wrapped.rho = 0.7
+    wrapped.model = model
+    opt.step(closure_of(w, opt))
+    assert opt.metrics.perturbation_norm.item() == pytest.approx(0.7)
+    assert opt.model is model
+
+
+def test_the_second_order_term_of_a_complex_parameter_is_that_of_its_two_parts():
+    start = torch.tensor([1.0 + 2.0j, -0.5 + 0.1j], dtype=torch.complex128)
+
+    def complex_loss(t):
+        return (t[0].abs() ** 4).sum() + (t[0][0] * t[0][1]).real
+
+    def real_loss(t):
+        return complex_loss([torch.view_as_complex(t[0])])
+
+    got = sam_gradient(complex_loss, [start], rho=0.3, second_order=True).grads[0]
+    expected = sam_gradient(real_loss, [torch.view_as_real(start)], rho=0.3, second_order=True).grads[0]
+    torch.testing.assert_close(torch.view_as_real(got), expected)
+
+
+class AssigningNorm(nn.Module):
+    """Assigns a new tensor to its buffer, as some third-party layers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("running_mean", torch.zeros(()))
+
+    def forward(self, x):
+        self.running_mean = 0.9 * self.running_mean + 0.1 * x.detach().mean()
+        return x - self.running_mean
+
+
+@pytest.mark.parametrize("trap", ["assigned buffers", "a mode set in the closure"])
+def test_statistics_are_those_of_the_first_pass_in_spite_of(trap):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), AssigningNorm() if trap == "assigned buffers" else nn.BatchNorm1d(4))
+    opt = SAM(torch.optim.SGD(model.parameters(), lr=0.1), rho=0.5, model=model)
+    x, seen = torch.randn(8, 3), []
+
+    def closure():
+        model.train()
+        opt.zero_grad()
+        loss = model(x).pow(3).sum()
+        loss.backward()
+        seen.append([b.clone() for b in model.buffers()])
+        model.eval()
+        return loss
+
+    opt.step(closure)
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), seen[0], strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(seen[0], seen[1], strict=True))
+
+
+def test_numbers_of_numpy_are_numbers():
+    w, _ = make()
+    opt = SAM(torch.optim.SGD([w], lr=0.1), rho=np.float32(0.5), p=np.float64(2), adaptive=np.float32(0.1))
+    assert (opt.rho, opt.p) == (0.5, 2.0)
+
+
+def test_a_seed_is_not_a_generator():
+    w, _ = make()
+    with pytest.raises(TypeError, match="generator must be a torch.Generator"):
+        SAM(torch.optim.SGD([w], lr=0.1), direction="random", generator=3)
+
+
+@pytest.mark.parametrize("size", [1e-170, 1e170])
+def test_double_precision_has_the_range_of_double_precision(size):
+    w, opt = make()
+    w.grad = torch.full_like(w, size)
+    with opt.perturbed():
+        moved = w.detach() - torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    assert moved.norm().item() == pytest.approx(0.3)
+    assert not math.isnan(opt.metrics.grad_norm)

@@ -1,0 +1,139 @@
+"""What each of two DDP workers does in tests/core/test_ddp.py."""
+
+import warnings
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from flatmin import SAM
+
+STEPS = 3
+SIZES = [5, 3]  # of the micro-batches of each worker
+
+
+def make_model(batch_norm=False, unused=False):
+    torch.manual_seed(0)
+    return Net(batch_norm, unused).double()
+
+
+class Net(nn.Module):
+    def __init__(self, batch_norm, unused):
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.norm = nn.BatchNorm1d(4) if batch_norm else nn.Identity()
+        self.last = nn.Linear(4, 1)
+        self.extra = nn.Linear(4, 1) if unused else None
+        self.never = nn.Linear(4, 1) if unused else None
+
+    def forward(self, x, use_extra=False):
+        hidden = torch.tanh(self.norm(self.first(x)))
+        out = self.last(hidden)
+        return out + self.extra(hidden) if use_extra and self.extra is not None else out
+
+
+def micro_batches(rank, step):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    n = sum(SIZES)
+    x = torch.randn(n, 3, generator=generator, dtype=torch.float64)
+    y = torch.randn(n, 1, generator=generator, dtype=torch.float64)
+    return list(zip(x.split(SIZES), y.split(SIZES), strict=True))
+
+
+def whole_batch(rank, step):
+    xs, ys = zip(*micro_batches(rank, step), strict=True)
+    return torch.cat(xs), torch.cat(ys)
+
+
+def loss_of(model, batch, use_extra=False):
+    return ((model(batch[0], use_extra) - batch[1]) ** 2).mean()
+
+
+def train(rank, way, settings, ddp_settings, batch_norm, unused):
+    """Train some steps; return weights, buffers of each step, and how often gradients were reduced."""
+    ddp = DistributedDataParallel(make_model(batch_norm, unused), **ddp_settings)
+    ddp.register_comm_hook(None, allreduce_hook)  # which calls dist.all_reduce, where it can be counted
+    opt = SAM(torch.optim.SGD(ddp.parameters(), lr=0.1), rho=0.3, model=ddp, **settings)
+    all_reduce = dist.all_reduce
+    reductions = []
+
+    def counting_all_reduce(tensor, *args, **kwargs):
+        if tensor.is_floating_point():
+            reductions.append(tensor.numel())
+        return all_reduce(tensor, *args, **kwargs)
+
+    dist.all_reduce = counting_all_reduce
+    buffers = []
+    try:
+        for step in range(STEPS):
+
+            def closure_for(batch):
+                def closure():
+                    opt.zero_grad()
+                    loss = loss_of(ddp, batch, use_extra=unused and rank == 0)
+                    loss.backward()
+                    return loss
+
+                return closure
+
+            if way == "closure":
+                opt.step(closure_for(whole_batch(rank, step)))
+            elif way == "list":
+                opt.step([closure_for(b) for b in micro_batches(rank, step)], weights=SIZES)
+            elif way == "perturbed":
+                with nullcontext() if settings["sync_perturbation"] else ddp.no_sync():
+                    closure_for(whole_batch(rank, step))()
+                with opt.perturbed():
+                    closure_for(whole_batch(rank, step))()
+                opt.step()
+            buffers.append({name: b.clone() for name, b in ddp.module.named_buffers()})
+    finally:
+        dist.all_reduce = all_reduce
+    return {
+        "weights": torch.cat([p.detach().reshape(-1) for p in ddp.parameters()]),
+        "buffers": buffers,
+        "reductions": reductions,
+        "no_gradient": [name for name, p in ddp.module.named_parameters() if p.grad is None],
+    }
+
+
+def warn_without_the_wrapper(rank):
+    model = make_model()
+    ddp = DistributedDataParallel(model)
+    found = []
+    for given in (None, model, ddp):
+        opt = SAM(torch.optim.SGD(model.parameters(), lr=0.1), model=given)
+
+        def closure():
+            opt.zero_grad()
+            loss = loss_of(ddp, whole_batch(rank, 0))
+            loss.backward()
+            return loss
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            opt.step(closure)
+            opt.step(closure)
+        found.append([str(w.message) for w in caught if "several workers" in str(w.message)])
+    return found
+
+
+def random_directions(rank, sync):
+    torch.manual_seed(7)
+    model = make_model()
+    ddp = DistributedDataParallel(model)
+    opt = SAM(torch.optim.SGD(model.parameters(), lr=0.0), direction="random", model=ddp, sync_perturbation=sync)
+    seen = []
+
+    def closure():
+        opt.zero_grad()
+        seen.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+        loss = loss_of(ddp, whole_batch(rank, 0))
+        loss.backward()
+        return loss
+
+    opt.step(closure)
+    return seen[0]

@@ -1,0 +1,185 @@
+"""What each of two processes does in tests/core/test_fsdp.py."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from flatmin import SAM
+
+STEPS = 3
+WIDTHS = (3, 5, 1)  # odd numbers of rows: uneven shards, and empty ones for the last layer
+
+
+def make_model(dtype=torch.float64):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTHS[0], WIDTHS[1]), nn.Tanh(), nn.Linear(WIDTHS[1], WIDTHS[2])).to(dtype)
+
+
+def batch(rank, step, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    x = torch.randn(8, 3, generator=generator, dtype=torch.float64)
+    y = torch.randn(8, 1, generator=generator, dtype=torch.float64)
+    return x.to(dtype), y.to(dtype)
+
+
+def loss_of(model, data):
+    return ((model(data[0]).double() - data[1].double()) ** 2).mean()
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def weights(model):
+    return torch.cat([whole(p.detach()).reshape(-1) for p in model.parameters()])
+
+
+def sharded_model(dtype=torch.float64, **settings):
+    model = make_model(dtype)
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh, **settings)
+    return fully_shard(model, mesh=mesh, **settings)
+
+
+def generator_for(settings):
+    return {"generator": torch.Generator().manual_seed(4)} if settings.get("direction") == "random" else {}
+
+
+def train(rank, settings, way):
+    model = sharded_model()
+    opt = SAM(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model=model, **settings, **generator_for(settings)
+    )
+    for step in range(STEPS):
+
+        def closure():
+            opt.zero_grad()
+            loss = loss_of(model, batch(rank, step))
+            loss.backward()
+            return loss
+
+        if way == "closure":
+            opt.step(closure)
+        else:
+            closure()
+            with opt.perturbed():
+                closure()
+            opt.step()
+    return weights(model), opt.metrics.perturbation_norm, opt.metrics.grad_norm
+
+
+def collectives_of_one_perturbation(rank, settings):
+    model = sharded_model()
+    opt = SAM(torch.optim.SGD(model.parameters(), lr=0.1), model=model, **settings)
+    loss_of(model, batch(rank, 0)).backward()
+    calls = []
+    names = [n for n in dir(dist) if n.startswith(("all_", "reduce", "broadcast", "gather", "scatter"))]
+    originals = {n: getattr(dist, n) for n in names if callable(getattr(dist, n))}
+    for name, function in originals.items():
+
+        def counting(*args, _name=name, _function=function, **kwargs):
+            calls.append(_name)
+            return _function(*args, **kwargs)
+
+        setattr(dist, name, counting)
+    try:
+        with opt.perturbed():
+            pass
+    finally:
+        for name, function in originals.items():
+            setattr(dist, name, function)
+    return calls
+
+
+def restored_after_an_exception(rank, dtype):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if dtype == torch.float32 else MixedPrecisionPolicy()
+    model = sharded_model(dtype, mp_policy=policy)
+    opt = SAM(torch.optim.SGD(model.parameters(), lr=0.1), rho=0.5, model=model)
+    before = [p.to_local().clone() for p in model.parameters()]
+    loss_of(model, batch(rank, 0, dtype)).backward()
+    moved = False
+    try:
+        with opt.perturbed():
+            moved = any(
+                p.to_local().numel() and not torch.equal(p.to_local(), b)
+                for p, b in zip(model.parameters(), before, strict=True)
+            )
+            loss_of(model, batch(rank, 0, dtype)).backward()
+            raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        pass
+    same = all(torch.equal(p.to_local(), b) for p, b in zip(model.parameters(), before, strict=True))
+    return moved, same
+
+
+def mixed_placements(rank, p, bad):
+    """Parameters that are split, replicated and plain, with given gradients; return what each moved by."""
+    mesh = init_device_mesh("cpu", (2,))
+    generator = torch.Generator().manual_seed(1)
+    values = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((5, 2), (3,), (1, 2), (4,))]
+    grads = [torch.randn(v.shape, generator=generator, dtype=torch.float64) for v in values]
+    if bad is not None:
+        grads[0][0, 0] = bad  # on rank 0 only
+    placements = [Shard(0), Replicate(), Shard(0), None]
+    params = []
+    for value, grad, placement in zip(values, grads, placements, strict=True):
+        if placement is None:
+            param = nn.Parameter(value.clone())
+            param.grad = grad.clone()
+        else:
+            param = nn.Parameter(distribute_tensor(value.clone(), mesh, [placement]))
+            param.grad = distribute_tensor(grad.clone(), mesh, [placement])
+        params.append(param)
+    opt = SAM(torch.optim.SGD(params, lr=0.1), rho=0.3, p=p)
+    with opt.perturbed():
+        moved = [whole(param.detach()) - value for param, value in zip(params, values, strict=True)]
+    return moved, grads
+
+
+def checkpoint_round_trip(rank, folder):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    def steps(model, opt, numbers):
+        for step in numbers:
+
+            def closure():
+                opt.zero_grad()
+                loss = loss_of(model, batch(rank, step))
+                loss.backward()
+                return loss
+
+            opt.step(closure)
+
+    def make():
+        model = sharded_model()
+        return model, SAM(torch.optim.AdamW(model.parameters(), lr=0.01), rho=0.3, model=model)
+
+    model, opt = make()
+    steps(model, opt, range(2))
+    opt.zero_grad()
+    model_state, opt_state = get_state_dict(model, opt)
+    dcp.save({"model": model_state, "opt": opt_state}, checkpoint_id=folder)
+    other, other_opt = make()
+    model_state, opt_state = get_state_dict(other, other_opt)
+    state = {"model": model_state, "opt": opt_state}
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(other, other_opt, model_state_dict=state["model"], optim_state_dict=state["opt"])
+    steps(model, opt, range(2, 4))
+    steps(other, other_opt, range(2, 4))
+    return weights(model), weights(other)
+
+
+def plain_before_replicated(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    plain = nn.Parameter(torch.ones(3))
+    replicated = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]))
+    plain.grad = torch.ones(3)
+    replicated.grad = distribute_tensor(torch.ones(4), mesh, [Replicate()])
+    opt = SAM(torch.optim.SGD([plain, replicated], lr=0.1), rho=7**0.5)
+    with opt.perturbed():
+        return plain.tolist(), replicated.to_local().tolist()

@@ -1,0 +1,72 @@
+"""Two worker processes in one gloo group, which run a function of `(rank, *args)` on both at once."""
+
+import contextlib
+import tempfile
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+WORLD = 2
+PATIENCE_SECONDS = 300  # until a deadlock is called one
+
+
+def _serve(rank, rendezvous, pipe):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD)
+    while (message := pipe.recv()) is not None:
+        function, args = message
+        try:
+            pipe.send(("ok", function(rank, *args)))
+        except BaseException:
+            pipe.send(("error", traceback.format_exc()))
+    dist.destroy_process_group()
+
+
+class TwoProcesses:
+    def __init__(self):
+        self._pipes = []
+
+    def _start(self):
+        context = mp.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        self._processes = []
+        for rank in range(WORLD):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, Path(self._folder.name) / "rendezvous", theirs), daemon=True
+            )
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, function, *args):
+        """Return what the function returned on each rank. It must be importable: not defined in a test module."""
+        if not self._pipes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        results = []
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(PATIENCE_SECONDS):
+                self.close()
+                raise RuntimeError(f"rank {rank} does not answer")
+            status, result = pipe.recv()
+            results.append(result)
+            if status == "error":
+                self.close()  # the other one may wait forever
+                raise RuntimeError(f"rank {rank}:\n{result}")
+        return results
+
+    def close(self):
+        for pipe, process in zip(self._pipes, getattr(self, "_processes", []), strict=True):
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+            process.join(timeout=5)
+            if process.is_alive():
+                process.kill()
+        self._pipes = []
+        if hasattr(self, "_folder"):
+            self._folder.cleanup()
