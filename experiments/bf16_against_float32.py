@@ -1,6 +1,6 @@
 """What bfloat16 does to SAM's test error: five seeds in bfloat16 and in float32 on real Fashion-MNIST.
 
-    python experiments/bf16_against_float32.py         # about twenty minutes on one core; resumes when killed
+python experiments/bf16_against_float32.py         # about twenty minutes on one core; resumes when killed
 """
 
 import dataclasses
