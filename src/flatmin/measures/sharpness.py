@@ -1,0 +1,223 @@
+r"""m-sharpness: how much the loss rises within a ball around the weights, on subsets of m examples (Section 4.1)."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flatmin.core.perturbation import adaptive_scale, ascent_step, check_p, check_rho, project_
+from flatmin.measures import plots
+from flatmin.measures.batches import Batch, rng_kept, subsets
+from flatmin.measures.objective import LossFn, Objective, Value
+from flatmin.measures.parameters import Params
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+DEFAULT_ETA = 0.01  # of ASAM, where adaptive=True
+
+
+@dataclass(frozen=True)
+class Sharpness:
+    r"""The m-sharpness of a model.
+
+    Attributes:
+        mean: the mean over the subsets, weighted by their sizes.
+        standard_error: of the mean; NaN where there is one subset only.
+        per_subset: the sharpness of each subset, in the data's order (rank by rank with a group).
+        sizes: the number of examples of each subset.
+        value: the metric at the weights themselves, over all data.
+        rho: the radius of the ball.
+        m: the number of examples in a subset; the last one may be short.
+        p: the norm of the ball.
+        metric: "loss" or "error".
+    """
+
+    mean: float
+    standard_error: float
+    per_subset: np.ndarray
+    sizes: np.ndarray
+    value: float
+    rho: float
+    m: int
+    p: float
+    metric: str
+
+    def plot(self) -> "Figure":
+        """Return a matplotlib figure of the subsets' sharpness and their mean."""
+        return plots.sharpness(self)
+
+
+def m_sharpness(
+    model: nn.Module,
+    loss_fn: LossFn,
+    data: Iterable[Batch],
+    *,
+    rho: float = 0.05,
+    m: int | None = None,
+    p: float = 2.0,
+    steps: int = 1,
+    adaptive: bool | float = False,
+    metric: Literal["loss", "error"] = "loss",
+    params: Params | None = None,
+    chunk_size: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    allow_nondeterministic: bool = False,
+) -> Sharpness:
+    r"""Return the mean over disjoint subsets of m examples of :math:`\max_{\|\epsilon\|_p \le \rho} L(w+\epsilon) - L(w)`.
+
+    The maximum is approximated from below by SAM's ascent (Foret et al., 2021, Section 4.1 and Appendix C.6). With one
+    step the result is exactly :math:`L(w + \hat\epsilon) - L(w)`, sign and all. With several, each step adds one of
+    full length at the gradient taken where one stands, then projects on the ball; the best visited point counts,
+    :math:`\epsilon = 0` included. Subsets are consecutive in the data's order; m = n is plain sharpness.
+
+    The cost is ``steps`` gradients and one loss over the data. A subset runs in pieces no larger than the data's batches
+    (or ``chunk_size``), so that m may exceed what fits in memory at once; the m examples themselves are kept if m < n.
+
+    Args:
+        model: any module, left as it was.
+        loss_fn: ``loss_fn(outputs, targets)``, the mean over a batch.
+        data: an iterable of ``(inputs, targets)`` batches.
+        rho: the radius of the ball.
+        m: the number of examples in a subset; all if None.
+        p: the norm of the ball, in [1, inf]; 1, 2 or inf with several steps.
+        steps: the number of ascent steps.
+        adaptive: measure in ASAM's ball, :math:`\|\epsilon / (|w| + \eta)\|_p \le \rho`; a float is eta, True is 0.01.
+        metric: "loss", or "error" to ascend the loss and report the error rate (Appendix C.6).
+        params: restricts the perturbation to these parameters (or names).
+        chunk_size: the largest number of examples to run at once; the data's batches if None.
+        group: each rank holds a shard of the data; subsets do not cross ranks, unless m is all.
+        allow_nondeterministic: do not refuse a random model or data.
+
+    Returns:
+        The sharpness of each subset, their weighted mean and its standard error.
+
+    Raises:
+        ValueError: if rho < 0, m is not in 1..n, the data is empty, or the loss is not finite or not deterministic.
+
+    Example:
+        For L(w) = w^2 / 2 at w = 3, the step is rho, and L(3.5) - L(3) = (12.25 - 9) / 2.
+
+        >>> import torch
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> _ = model.weight.data.fill_(3.0)
+        >>> half_square = lambda outputs, targets: (outputs**2).mean() / 2
+        >>> m_sharpness(model, half_square, [(torch.ones(4, 1), torch.zeros(4))], rho=0.5).mean
+        1.625
+    """
+    rho, p = check_rho(rho), check_p(p)
+    eta = _check_eta(adaptive)
+    _check_count("steps", steps)
+    if steps > 1 and p not in (1.0, 2.0, math.inf):
+        raise ValueError(f"p must be 1, 2 or inf with several steps, got {p}: there is no projection for others.")
+    if chunk_size is not None:
+        _check_count("chunk_size", chunk_size)
+    if metric not in ("loss", "error"):
+        raise ValueError(f'metric must be "loss" or "error", got {metric!r}.')
+    if m is not None:
+        _check_count("m", m)
+    objective = Objective(
+        model, loss_fn, data, params=params, group=group, allow_nondeterministic=allow_nondeterministic
+    )
+    m = _check_m(objective, m)
+    weights = objective.weights()
+    ascent = _Ascent(objective, weights, [adaptive_scale(w, rho, eta) for w in weights], p, steps, metric, chunk_size)
+    if m == objective.num_examples:
+        found = [ascent.sharpness(None)]
+    else:
+        with rng_kept(objective.data):
+            found = [ascent.sharpness(subset) for subset in subsets(objective.data, m, chunk_size)]
+        found = [pair for part in objective.gathered(found) for pair in part]
+    return _summary(found, rho=rho, m=m, p=p, metric=metric)
+
+
+@dataclass(frozen=True)
+class _Ascent:
+    """Ascends the loss within the ball, on one subset at a time."""
+
+    objective: Objective
+    weights: list[Tensor]
+    scales: Sequence[Tensor | float]  # T: the ball is that of d, with eps = T * d
+    p: float
+    steps: int
+    metric: str
+    size: int | None
+
+    def sharpness(self, subset: list[Batch] | None) -> tuple[float, Value]:
+        """Return the sharpness on a subset (on all data if None), and the value at the weights themselves."""
+        error = self.metric == "error"
+        value, grads = self.objective.gradient(self.weights, subset, error=error, size=self.size)
+        check_finite(value, "at the weights")
+        visited = [value]
+        direction = [w.new_zeros(()).expand_as(w) for w in self.weights]
+        for step in range(1, self.steps + 1):
+            direction = self._advance(direction, grads, first=step == 1)
+            point = [w + d * t for w, d, t in zip(self.weights, direction, self.scales, strict=True)]
+            if step == self.steps:
+                visited.append(self.objective.value(point, subset, error=error, size=self.size))
+            else:
+                value, grads = self.objective.gradient(point, subset, error=error, size=self.size)
+                visited.append(value)
+            check_finite(visited[-1], "at the perturbed weights; try a smaller rho")
+        best = visited[1] if self.steps == 1 else max(visited, key=lambda v: v.metric(self.metric))
+        return best.metric(self.metric) - visited[0].metric(self.metric), visited[0]
+
+    def _advance(self, direction: list[Tensor], grads: list[Tensor], *, first: bool) -> list[Tensor]:
+        """Add one full step to a direction in the unit ball; project what has left it."""
+        scaled = [g * t for g, t in zip(grads, self.scales, strict=True)]
+        step = ascent_step(scaled, rho=1.0, p=self.p)
+        if first:
+            return step
+        moved = [d + s for d, s in zip(direction, step, strict=True)]
+        project_(moved, self.p)
+        return moved
+
+
+def check_finite(value: Value, where: str) -> None:
+    """Raise if a loss cannot be compared with others."""
+    if not math.isfinite(value.loss):
+        raise ValueError(f"The loss is {value.loss} {where}: there is nothing to measure.")
+
+
+def _summary(found: list[tuple[float, Value]], *, rho: float, m: int, p: float, metric: str) -> Sharpness:
+    per_subset = np.array([rise for rise, _ in found])
+    sizes = np.array([value.num_examples for _, value in found])
+    share = sizes / sizes.sum()
+    mean = float(share @ per_subset)
+    num = len(found)
+    # The variance of a weighted mean; for equal sizes it is s^2 / num.
+    variance = float(share**2 @ (per_subset - mean) ** 2) * num / (num - 1) if num > 1 else math.nan
+    value = float(share @ np.array([value.metric(metric) for _, value in found]))
+    return Sharpness(mean, math.sqrt(variance), per_subset, sizes, value, rho, m, p, metric)
+
+
+def _check_eta(adaptive: bool | float) -> float | None:
+    if isinstance(adaptive, bool):
+        return DEFAULT_ETA if adaptive else None
+    return check_rho(adaptive, "adaptive")
+
+
+def _check_count(name: str, count: int) -> None:
+    if not isinstance(count, int) or isinstance(count, bool):
+        raise TypeError(f"{name} must be an integer, got {count!r} of type {type(count).__name__}.")
+    if count < 1:
+        raise ValueError(f"{name} must be at least 1, got {count}.")
+
+
+def _check_m(objective: Objective, m: int | None) -> int:
+    n = objective.num_examples
+    if m is None or m == n:
+        return n
+    if m > n:
+        raise ValueError(f"m must be at most the number of examples, {n}, got {m}. Leave m None for all of them.")
+    smallest = min(objective.gathered(objective.num_local))
+    if m > smallest:
+        raise ValueError(
+            f"m must be at most the number of examples of every rank, at least {smallest}, or all {n}; got {m}: "
+            "a subset cannot cross ranks."
+        )
+    return m
