@@ -44,7 +44,9 @@ def diagonal(values, w=None):
     """Return a model and data whose Hessian is diagonal, with these values."""
     values = torch.as_tensor(values, dtype=torch.float64)
     w = torch.ones_like(values) if w is None else w
-    return Quadratic(w), [((torch.diag(values)[None], torch.zeros(1, len(values), dtype=torch.float64)), torch.zeros(1))]
+    return Quadratic(w), [
+        ((torch.diag(values)[None], torch.zeros(1, len(values), dtype=torch.float64)), torch.zeros(1))
+    ]
 
 
 def tanh_network(seed=0, dtype=torch.float64):

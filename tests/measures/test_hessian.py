@@ -1,6 +1,5 @@
 import importlib
 import math
-import warnings
 
 import numpy as np
 import pytest
@@ -85,7 +84,9 @@ def test_a_weight_without_curvature_or_without_use_has_zero_rows():
     class Partly(nn.Module):
         def __init__(self):
             super().__init__()
-            self.used, self.linear, self.unused = (nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(3))
+            self.used, self.linear, self.unused = (
+                nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(3)
+            )
 
         def forward(self, x):
             return x * (self.used**2).sum() + x * self.linear.sum()
@@ -96,7 +97,9 @@ def test_a_weight_without_curvature_or_without_use_has_zero_rows():
         expected = torch.diag(torch.tensor([2.0, 2.0, 0.0, 0.0, 0.0, 0.0], dtype=torch.float64))
         torch.testing.assert_close(op @ torch.eye(6, dtype=torch.float64), expected)
         only = HessianOperator(Partly(), mean_output, batches, params=["linear"])
-        torch.testing.assert_close(only @ torch.ones(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64))
+        torch.testing.assert_close(
+            only @ torch.ones(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+        )
 
 
 def test_tied_weights_count_once():
@@ -271,7 +274,12 @@ def test_a_vector_of_another_length_is_refused():
 
 def test_a_product_that_is_not_finite_is_refused():
     model = Quadratic(torch.ones(2, dtype=torch.float64))
-    data = [((torch.full((1, 2, 2), math.inf, dtype=torch.float64), torch.zeros(1, 2, dtype=torch.float64)), torch.zeros(1))]
+    data = [
+        (
+            (torch.full((1, 2, 2), math.inf, dtype=torch.float64), torch.zeros(1, 2, dtype=torch.float64)),
+            torch.zeros(1),
+        )
+    ]
     op = HessianOperator(model, mean_output, data)
     with pytest.raises(ValueError, match="not finite"):
         top_eigenvalues(op, k=1)
@@ -337,28 +345,25 @@ def test_plots_are_drawn():
     assert spectral_density(op, steps=10).plot().axes
 
 
+@pytest.mark.filterwarnings("ignore")  # its own, of torchvision and torch.jit
 def test_curvlinops_agrees():
     curvlinops = import_curvlinops()
     model, loss_fn, data = tanh_network()
-    names = dict(model.named_parameters())
-    oracle = curvlinops.HessianLinearOperator(model, loss_fn, names, data)
+    oracle = curvlinops.HessianLinearOperator(model, loss_fn, list(model.parameters()), data)
     v = torch.arange(65, dtype=torch.float64)
     torch.testing.assert_close(HessianOperator(model, loss_fn, data) @ v, oracle @ v, rtol=1e-9, atol=1e-9)
 
 
 def import_curvlinops():
     """Import it although the compiled operators of its torchvision may not load: their names suffice."""
-    pytest.importorskip("backpack", reason="curvlinops is not installed")
     if importlib.util.find_spec("curvlinops") is None:
         pytest.skip("curvlinops is not installed")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        library = torch.library.Library("torchvision", "DEF")
-        for name in ("nms", "qnms"):
-            if not hasattr(torch.ops.torchvision, name):
-                library.define(f"{name}(Tensor boxes, Tensor scores, float threshold) -> Tensor")
-        KEPT.append(library)
-        return importlib.import_module("curvlinops")
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for name in ("nms", "qnms"):
+        if not hasattr(torch.ops.torchvision, name):
+            library.define(f"{name}(Tensor boxes, Tensor scores, float threshold) -> Tensor")
+    KEPT.append(library)
+    return importlib.import_module("curvlinops")
 
 
 KEPT = []  # a library that is collected takes its names along

@@ -1,5 +1,6 @@
 """How flat is a minimum: m-sharpness, Hessian spectra, loss landscapes, the bound, predictive power."""
 
+from flatmin.measures.cosine import sam_update_cosine
 from flatmin.measures.hessian import (
     Eigenvalues,
     HessianOperator,
@@ -7,14 +8,24 @@ from flatmin.measures.hessian import (
     spectral_density,
     top_eigenvalues,
 )
+from flatmin.measures.landscape import Landscape, loss_landscape
+from flatmin.measures.pac_bayes import Bound, pac_bayes_bound
+from flatmin.measures.predictive import Score, predictive_power
 from flatmin.measures.sharpness import Sharpness, m_sharpness
 
 __all__ = [
+    "Bound",
     "Eigenvalues",
     "HessianOperator",
+    "Landscape",
+    "Score",
     "Sharpness",
     "SpectralDensity",
+    "loss_landscape",
     "m_sharpness",
+    "pac_bayes_bound",
+    "predictive_power",
+    "sam_update_cosine",
     "spectral_density",
     "top_eigenvalues",
 ]

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 class HessianOperator:
     r"""The Hessian :math:`\nabla^2 L_S(w)` of the mean loss over all data, known by its products with vectors.
 
-    Products are exact: batches are weighted by their sizes, and there are no finite differences. With one batch the
-    graph of the gradient is built once and kept (and rebuilt when a weight or a buffer has changed); with several, each
-    product builds it anew, one batch at a time.
+    Products are exact: batches are weighted by their sizes, and there are no finite differences. With one
+    batch the graph of the gradient is built once and kept (and rebuilt when a weight or a buffer has
+    changed); with several, each product builds it anew, one batch at a time.
 
     Args:
         model: any module, left as it was.
@@ -64,19 +64,38 @@ class HessianOperator:
         group: dist.ProcessGroup | None = None,
         allow_nondeterministic: bool = False,
     ) -> None:
-        self._objective = Objective(
-            model, loss_fn, data, params=params, group=group, allow_nondeterministic=allow_nondeterministic
+        self._use(
+            Objective(
+                model,
+                loss_fn,
+                data,
+                params=params,
+                group=group,
+                allow_nondeterministic=allow_nondeterministic,
+            )
         )
-        self.dim = sum(w.numel() for w in self._objective.weights())
-        self.dtype = self._objective.dtype
-        self.device = self._objective.device
+
+    @classmethod
+    def of(cls, objective: Objective) -> "HessianOperator":
+        """Return the Hessian of an objective that was already checked."""
+        op = cls.__new__(cls)
+        op._use(objective)
+        return op
+
+    def _use(self, objective: Objective) -> None:
+        self._objective = objective
+        self.dim = sum(w.numel() for w in objective.weights())
+        self.dtype = objective.dtype
+        self.device = objective.device
         self._kept: _KeptGraph | None = None
 
     def __matmul__(self, v: Tensor) -> Tensor:
         """Return the product with a vector (dim,), or with the columns of a matrix (dim, k)."""
         if not isinstance(v, Tensor) or v.ndim not in (1, 2) or len(v) != self.dim:
             shape = tuple(v.shape) if isinstance(v, Tensor) else type(v).__name__
-            raise ValueError(f"The Hessian has products with tensors ({self.dim},) or ({self.dim}, k), got {shape}.")
+            raise ValueError(
+                f"The Hessian has products with tensors ({self.dim},) or ({self.dim}, k), got {shape}."
+            )
         if v.ndim == 2:
             return torch.stack([self @ column for column in v.unbind(1)], dim=1)
         objective = self._objective
@@ -176,7 +195,9 @@ class Eigenvalues:
         r"""Return :math:`\lambda_{first} / \lambda_{second}`, counted from 1; ``ratio(1, 5)`` is the paper's proxy."""
         for name, index in (("first", first), ("second", second)):
             if not 1 <= index <= len(self.values):
-                raise ValueError(f"{name} must be in 1..{len(self.values)} (eigenvalues count from 1), got {index}.")
+                raise ValueError(
+                    f"{name} must be in 1..{len(self.values)} (eigenvalues count from 1), got {index}."
+                )
         return float(self.values[first - 1] / self.values[second - 1])
 
     def plot(self) -> "Figure":
@@ -189,10 +210,11 @@ def top_eigenvalues(
 ) -> Eigenvalues:
     r"""Return the k largest eigenvalues, by Lanczos' method with two-pass reorthogonalisation.
 
-    It stops as soon as every residual :math:`\lVert H v - \lambda v \rVert` is at most :math:`tol\,|\lambda|`, which
-    bounds the error of the eigenvalue by the same (and, where it is isolated, by its square over the gap). When the
-    Krylov space closes early, the search goes on in its complement, so that multiple eigenvalues found there count as
-    often as they occur. It keeps one vector of ``op.dim`` numbers for each product.
+    It stops as soon as every residual :math:`\lVert H v - \lambda v \rVert` is at most
+    :math:`tol\,|\lambda|`, which bounds the error of the eigenvalue by the same (and, where it is isolated,
+    by its square over the gap). When the Krylov space closes early, the search goes on in its complement, so
+    that multiple eigenvalues found there count as often as they occur. It keeps one vector of ``op.dim``
+    numbers for each product.
 
     Args:
         op: a :class:`HessianOperator`, or anything symmetric with ``dim``, ``dtype``, ``device`` and ``@``.
@@ -220,7 +242,9 @@ def top_eigenvalues(
     if k > op.dim:
         raise ValueError(f"k must be at most the number of weights, {op.dim}, got {k}.")
     if max_iter < k:
-        raise ValueError(f"max_iter must be at least k = {k}: every eigenvalue takes a product, got {max_iter}.")
+        raise ValueError(
+            f"max_iter must be at least k = {k}: every eigenvalue takes a product, got {max_iter}."
+        )
     if not tol > 0:
         raise ValueError(f"tol must be positive, got {tol!r}; 1e-3 is the default.")
     generator = torch.Generator().manual_seed(seed)
@@ -286,9 +310,10 @@ class SpectralDensity:
 def spectral_density(op: Operator, *, steps: int = 80, probes: int = 4, seed: int = 0) -> SpectralDensity:
     r"""Return the spectral density by stochastic Lanczos quadrature (Ghorbani et al., 2019; Section 4.2).
 
-    For a random vector z, :math:`z^\top f(H) z` is the sum of :math:`f(\theta_i) \tau_i^2` over the Ritz values, with
-    the first components :math:`\tau_i` of their vectors, exactly for polynomials of degree up to 2 steps - 1; the mean
-    over z is the trace of f(H). The probes are random signs, so that their weights are exact for a diagonal Hessian.
+    For a random vector z, :math:`z^\top f(H) z` is the sum of :math:`f(\theta_i) \tau_i^2` over the Ritz
+    values, with the first components :math:`\tau_i` of their vectors, exactly for polynomials of degree up to
+    2 steps - 1; the mean over z is the trace of f(H). The probes are random signs, so that their weights are
+    exact for a diagonal Hessian.
 
     Args:
         op: a :class:`HessianOperator`, or anything symmetric with ``dim``, ``dtype``, ``device`` and ``@``.

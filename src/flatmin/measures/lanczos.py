@@ -1,9 +1,9 @@
 r"""Lanczos' method with two-pass reorthogonalisation: a symmetric operator as a small tridiagonal matrix.
 
-After j steps :math:`H Q_j = Q_j T_j + \beta_j q_{j+1} e_j^\top` with orthonormal columns in :math:`Q_j`. Without
-reorthogonalisation Q loses that as soon as an eigenvalue converges, and T shows copies ("ghosts") of it. Subtracting the
-projection on all earlier vectors twice keeps it to rounding (Giraud et al., 2005), at a cost that is small beside a
-Hessian-vector product.
+After j steps :math:`H Q_j = Q_j T_j + \beta_j q_{j+1} e_j^\top` with orthonormal columns in :math:`Q_j`.
+Without reorthogonalisation Q loses that as soon as an eigenvalue converges, and T shows copies ("ghosts") of
+it. Subtracting the projection on all earlier vectors twice keeps it to rounding (Giraud et al., 2005), at a
+cost that is small beside a Hessian-vector product.
 """
 
 import math
@@ -76,7 +76,9 @@ class Krylov:
         w = self._orthogonalised(w)
         beta = float(torch.linalg.vector_norm(w))
         if not (math.isfinite(alpha) and math.isfinite(beta)):
-            raise ValueError(f"The Hessian-vector product is not finite (step {j + 1}): there is no spectrum.")
+            raise ValueError(
+                f"The Hessian-vector product is not finite (step {j + 1}): there is no spectrum."
+            )
         self.betas.append(beta)
         if beta <= self.rounding or j + 1 == self.op.dim:
             self.betas[-1] = 0.0

@@ -1,7 +1,8 @@
 r"""A loss on fixed data, :math:`L_S(w) = \frac{1}{n} \sum_i \ell(w, x_i, y_i)`, that leaves the model untouched.
 
-The model runs through ``torch.func.functional_call`` with weights and buffers handed in from outside, so that its own
-are never written. Means over batches are weighted by the number of examples, so that ragged batches are exact.
+The model runs through ``torch.func.functional_call`` with weights and buffers handed in from outside, so that
+its own are never written. Means over batches are weighted by the number of examples, so that ragged batches
+are exact.
 """
 
 import math
@@ -33,6 +34,10 @@ NUM_PROBED_EXAMPLES = 8  # enough to see a model draw random numbers; small agai
 EVAL_REMEDY = "Call model.eval() first, or pass allow_nondeterministic=True to measure it with fixed noise."
 
 
+class NoErrorRateError(ValueError):
+    """The outputs are not those of a classifier."""
+
+
 @dataclass(frozen=True)
 class Value:
     """The loss, and the error rate where it was asked for (NaN otherwise), on some examples."""
@@ -49,18 +54,22 @@ class Value:
 class Objective:
     """The mean loss of a model on fixed data, as a function of some of its weights.
 
-    Weights of bfloat16 and float16 are measured in float32: a perturbation of norm 0.05 is lost in their rounding.
-    Every pass starts from the random state of the caller and puts it back, so that noise which was allowed is the
-    same in all passes.
+    Weights of bfloat16 and float16 are measured in float32: a perturbation of norm 0.05 is lost in their
+    rounding. Every pass starts from the random state of the caller and puts it back, so that noise which was
+    allowed is the same in all passes.
 
     Args:
-        model: any module; called as ``model(inputs)``, ``model(*inputs)`` for a tuple, ``model(**inputs)`` for a dict.
+        model: any module; called as ``model(inputs)``, ``model(*inputs)`` for a tuple, ``model(**inputs)``
+            for a dict.
         loss_fn: ``loss_fn(outputs, targets)``, the mean over the examples of a batch.
         data: an iterable of ``(inputs, targets)`` that can be passed over several times, in the same order.
-        params: the weights to measure, as parameters of the model or their names; all that require a gradient if None.
-        group: a process group in which each rank holds a shard of the data; the results are those of the whole.
+        params: the weights to measure, as parameters of the model or their names; all that require a gradient
+            if None.
+        group: a process group in which each rank holds a shard of the data; the results are those of the
+            whole.
         allow_nondeterministic: do not refuse dropout, batch norm in train mode, shuffled or augmented data.
-        batch_statistics: whether batch norm layers normalise with each batch's own statistics, whatever their mode.
+        batch_statistics: whether batch norm layers normalise with each batch's own statistics, whatever their
+            mode.
 
     Raises:
         TypeError: if data is a one-shot iterator, or has batches of another form.
@@ -93,7 +102,9 @@ class Objective:
             self.num_local, self.num_batches = self._agree(lambda: self._inspect(allow_nondeterministic))
         self.num_examples = int(self.reduced(torch.tensor(float(self.num_local), device=self.device)))
         if self.num_examples == 0:
-            raise ValueError("data is empty: it yields no example. A generator that was used up yields none either.")
+            raise ValueError(
+                "data is empty: it yields no example. A generator that was used up yields none either."
+            )
 
     def _inspect(self, allow_nondeterministic: bool) -> tuple[int, int]:
         """Check the data and the model, and count the examples and batches of this rank."""
@@ -116,7 +127,11 @@ class Objective:
 
     def _check_deterministic(self, batch: Batch) -> None:
         for name, module in self.model.named_modules():
-            if isinstance(module, _BatchNorm) and not self.batch_statistics and _uses_batch_statistics(module):
+            if (
+                isinstance(module, _BatchNorm)
+                and not self.batch_statistics
+                and _uses_batch_statistics(module)
+            ):
                 raise ValueError(
                     f"The batch norm layer {name!r} normalises with the statistics of each batch, so that the loss "
                     f"depends on how the data is batched. {EVAL_REMEDY}"
@@ -129,7 +144,9 @@ class Objective:
         drew = not torch.equal(random_state, _random_state(self.device))
         tolerance = torch.finfo(self.dtype).eps ** 0.75 * abs(losses[0])
         if drew or abs(losses[1] - losses[0]) > tolerance:
-            raise ValueError(f"The model is random (dropout, or noise of its own): no two losses agree. {EVAL_REMEDY}")
+            raise ValueError(
+                f"The model is random (dropout, or noise of its own): no two losses agree. {EVAL_REMEDY}"
+            )
         changed = [name for name, tensor in before.items() if not _equal(tensor, state[name])]
         if changed and not self.batch_statistics:
             raise ValueError(f"The model changes its buffer {changed[0]!r} as it runs. {EVAL_REMEDY}")
@@ -151,7 +168,9 @@ class Objective:
         scale = max(abs(whole), *map(abs, parts))
         mean = (parts[0] * (num // 2) + parts[1] * (num - num // 2)) / num
         if abs(whole - sum(parts)) < 1e-3 * scale and abs(whole - mean) > 0.1 * scale:
-            raise ValueError("loss_fn must return the mean over the batch, but it returns a sum: use reduction='mean'.")
+            raise ValueError(
+                "loss_fn must return the mean over the batch, but it returns a sum: use reduction='mean'."
+            )
 
     def weights(self) -> list[Tensor]:
         """Return the measured weights as they are now, detached, in the dtype of the measurement."""
@@ -218,7 +237,9 @@ class Objective:
                     t.add_(g, alpha=num)
         shared = batches is None
         num = self.num_examples if shared else totals.num
-        return self._mean(totals, shared=shared), [(self.reduced(t) if shared else t).div_(num) for t in total]
+        return self._mean(totals, shared=shared), [
+            (self.reduced(t) if shared else t).div_(num) for t in total
+        ]
 
     def _mean(self, totals: "_Totals", *, shared: bool) -> Value:
         if not shared:
@@ -256,7 +277,11 @@ class Objective:
             if self.group is None:
                 raise
             failure = error
-        failures = [f"rank {rank}: {text}" for rank, text in enumerate(self.gathered(failure and str(failure))) if text]
+        failures = [
+            f"rank {rank}: {text}"
+            for rank, text in enumerate(self.gathered(failure and str(failure)))
+            if text
+        ]
         if failures:
             raise ValueError("; ".join(failures)) from failure
         return found
@@ -270,7 +295,7 @@ class _Totals:
 
     def add(self, loss: Tensor, outputs: Any, targets: Any, num: int, error: bool) -> None:
         self.loss += float(loss.detach()) * num
-        self.error += error_rate(outputs.detach(), targets) * num if error else math.nan
+        self.error += error_rate(outputs, targets) * num if error else math.nan
         self.num += num
 
 
@@ -298,12 +323,14 @@ def error_rate(outputs: Any, targets: Any) -> float:
         0.5
     """
     if isinstance(outputs, Tensor) and isinstance(targets, Tensor) and outputs.ndim >= 2:
-        labels = targets.argmax(1) if targets.is_floating_point() and targets.shape == outputs.shape else targets
+        labels = (
+            targets.argmax(1) if targets.is_floating_point() and targets.shape == outputs.shape else targets
+        )
         predicted = outputs.argmax(1)
         if labels.shape == predicted.shape and not labels.is_floating_point():
             return int((predicted != labels).sum()) / labels.numel()
     shapes = [tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in (outputs, targets)]
-    raise ValueError(
+    raise NoErrorRateError(
         f"The error rate needs outputs (N, classes, ...) and targets (N, ...) with classes, got {shapes[0]} and "
         f"{shapes[1]}. For other outputs use metric='loss'."
     )

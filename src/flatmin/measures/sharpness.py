@@ -70,13 +70,15 @@ def m_sharpness(
 ) -> Sharpness:
     r"""Return the mean over disjoint subsets of m examples of :math:`\max_{\|\epsilon\|_p \le \rho} L(w+\epsilon) - L(w)`.
 
-    The maximum is approximated from below by SAM's ascent (Foret et al., 2021, Section 4.1 and Appendix C.6). With one
-    step the result is exactly :math:`L(w + \hat\epsilon) - L(w)`, sign and all. With several, each step adds one of
-    full length at the gradient taken where one stands, then projects on the ball; the best visited point counts,
-    :math:`\epsilon = 0` included. Subsets are consecutive in the data's order; m = n is plain sharpness.
+    The maximum is approximated from below by SAM's ascent (Foret et al., 2021, Section 4.1 and Appendix C.6).
+    With one step the result is exactly :math:`L(w + \hat\epsilon) - L(w)`, sign and all. With several, each
+    step adds one of full length at the gradient taken where one stands, then projects on the ball; the best
+    visited point counts, :math:`\epsilon = 0` included. Subsets are consecutive in the data's order; m = n is
+    plain sharpness.
 
-    The cost is ``steps`` gradients and one loss over the data. A subset runs in pieces no larger than the data's batches
-    (or ``chunk_size``), so that m may exceed what fits in memory at once; the m examples themselves are kept if m < n.
+    The cost is ``steps`` gradients and one loss over the data. A subset runs in pieces no larger than the
+    data's batches (or ``chunk_size``), so that m may exceed what fits in memory at once; the m examples
+    themselves are kept if m < n.
 
     Args:
         model: any module, left as it was.
@@ -86,7 +88,8 @@ def m_sharpness(
         m: the number of examples in a subset; all if None.
         p: the norm of the ball, in [1, inf]; 1, 2 or inf with several steps.
         steps: the number of ascent steps.
-        adaptive: measure in ASAM's ball, :math:`\|\epsilon / (|w| + \eta)\|_p \le \rho`; a float is eta, True is 0.01.
+        adaptive: measure in ASAM's ball, :math:`\|\epsilon / (|w| + \eta)\|_p \le \rho`; a float is eta, True
+            is 0.01.
         metric: "loss", or "error" to ascend the loss and report the error rate (Appendix C.6).
         params: restricts the perturbation to these parameters (or names).
         chunk_size: the largest number of examples to run at once; the data's batches if None.
@@ -97,7 +100,8 @@ def m_sharpness(
         The sharpness of each subset, their weighted mean and its standard error.
 
     Raises:
-        ValueError: if rho < 0, m is not in 1..n, the data is empty, or the loss is not finite or not deterministic.
+        ValueError: if rho < 0, m is not in 1..n, the data is empty, or the loss is not finite or not
+            deterministic.
 
     Example:
         For L(w) = w^2 / 2 at w = 3, the step is rho, and L(3.5) - L(3) = (12.25 - 9) / 2.
@@ -113,11 +117,12 @@ def m_sharpness(
     eta = _check_eta(adaptive)
     _check_count("steps", steps)
     if steps > 1 and p not in (1.0, 2.0, math.inf):
-        raise ValueError(f"p must be 1, 2 or inf with several steps, got {p}: there is no projection for others.")
+        raise ValueError(
+            f"p must be 1, 2 or inf with several steps, got {p}: there is no projection for others."
+        )
     if chunk_size is not None:
         _check_count("chunk_size", chunk_size)
-    if metric not in ("loss", "error"):
-        raise ValueError(f'metric must be "loss" or "error", got {metric!r}.')
+    _check_metric(metric)
     if m is not None:
         _check_count("m", m)
     objective = Objective(
@@ -125,7 +130,9 @@ def m_sharpness(
     )
     m = _check_m(objective, m)
     weights = objective.weights()
-    ascent = _Ascent(objective, weights, [adaptive_scale(w, rho, eta) for w in weights], p, steps, metric, chunk_size)
+    ascent = _Ascent(
+        objective, weights, [adaptive_scale(w, rho, eta) for w in weights], p, steps, metric, chunk_size
+    )
     if m == objective.num_examples:
         found = [ascent.sharpness(None)]
     else:
@@ -177,6 +184,14 @@ class _Ascent:
         return moved
 
 
+def rise_in_ball(objective: Objective, *, rho: float, steps: int, metric: str) -> tuple[float, Value]:
+    """Return the L2 sharpness on all data, and the value at the weights themselves."""
+    _check_count("steps", steps)
+    _check_metric(metric)
+    weights = objective.weights()
+    return _Ascent(objective, weights, [rho] * len(weights), 2.0, steps, metric, None).sharpness(None)
+
+
 def check_finite(value: Value, where: str) -> None:
     """Raise if a loss cannot be compared with others."""
     if not math.isfinite(value.loss):
@@ -201,6 +216,11 @@ def _check_eta(adaptive: bool | float) -> float | None:
     return check_rho(adaptive, "adaptive")
 
 
+def _check_metric(metric: str) -> None:
+    if metric not in ("loss", "error"):
+        raise ValueError(f'metric must be "loss" or "error", got {metric!r}.')
+
+
 def _check_count(name: str, count: int) -> None:
     if not isinstance(count, int) or isinstance(count, bool):
         raise TypeError(f"{name} must be an integer, got {count!r} of type {type(count).__name__}.")
@@ -213,7 +233,9 @@ def _check_m(objective: Objective, m: int | None) -> int:
     if m is None or m == n:
         return n
     if m > n:
-        raise ValueError(f"m must be at most the number of examples, {n}, got {m}. Leave m None for all of them.")
+        raise ValueError(
+            f"m must be at most the number of examples, {n}, got {m}. Leave m None for all of them."
+        )
     smallest = min(objective.gathered(objective.num_local))
     if m > smallest:
         raise ValueError(
