@@ -1,4 +1,4 @@
-"""Models with a known answer, slow and obvious references, and a picture of all that a measure must leave alone."""
+"""Models with a known answer, slow references, and a picture of all that a measure must leave alone."""
 
 import random
 
@@ -11,7 +11,7 @@ torch.set_num_threads(1)
 
 
 class Quadratic(nn.Module):
-    """Example i has the loss w.A_i w / 2 + b_i.w, with w in two tensors, so that per-tensor norms would show."""
+    """Example i has the loss w.A_i w / 2 + b_i.w, with w in two tensors: a norm of each would show."""
 
     def __init__(self, w):
         super().__init__()
@@ -68,7 +68,7 @@ def whole(data):
 
 def flat_loss(model, loss_fn, data, names=None):
     """Return the loss on all data as a function of one flat vector, and the vector, by concatenation."""
-    params = dict(model.named_parameters())
+    params = {name: p.detach() for name, p in model.named_parameters()}
     names = list(params) if names is None else names
     shapes = [params[name].shape for name in names]
     sizes = [params[name].numel() for name in names]
@@ -77,9 +77,9 @@ def flat_loss(model, loss_fn, data, names=None):
 
     def loss(vector):
         parts = [part.view(shape) for part, shape in zip(vector.split(sizes), shapes, strict=True)]
-        return loss_fn(functional_call(model, dict(zip(names, parts, strict=True)), args), targets)
+        return loss_fn(functional_call(model, params | dict(zip(names, parts, strict=True)), args), targets)
 
-    return loss, torch.cat([params[name].detach().flatten() for name in names])
+    return loss, torch.cat([params[name].flatten() for name in names])
 
 
 def dense_hessian(model, loss_fn, data, names=None):

@@ -2,9 +2,9 @@ import math
 
 import pytest
 import torch
-from measures.cases import Quadratic, flat_loss, mean_output, quadratic, tanh_network, whole
 
 from flatmin.measures import sam_update_cosine
+from measures.cases import Quadratic, flat_loss, mean_output, quadratic, tanh_network, whole
 
 
 def reference(loss, w, rho):
@@ -35,7 +35,9 @@ def test_the_cosine_on_a_quadratic_by_hand():
     v = A @ (w + 0.5 * unit) + b
     exact = v + A @ (0.5 / g.norm() * (v - unit * (unit @ v)))
     expected = float(v @ exact / (v.norm() * exact.norm()))
-    assert sam_update_cosine(model, mean_output, whole(data)[0], rho=0.5) == pytest.approx(expected, rel=1e-12)
+    assert sam_update_cosine(model, mean_output, whole(data)[0], rho=0.5) == pytest.approx(
+        expected, rel=1e-12
+    )
 
 
 def test_without_a_radius_the_updates_are_the_same():
@@ -52,7 +54,10 @@ def test_params_restricts_the_update():
 
 def test_an_update_without_direction_is_refused():
     model = Quadratic(torch.zeros(2, dtype=torch.float64))
-    batch = ((torch.eye(2, dtype=torch.float64)[None], torch.zeros(1, 2, dtype=torch.float64)), torch.zeros(1))
+    batch = (
+        (torch.eye(2, dtype=torch.float64)[None], torch.zeros(1, 2, dtype=torch.float64)),
+        torch.zeros(1),
+    )
     with pytest.raises(ValueError, match="An update has no direction"):
         sam_update_cosine(model, mean_output, batch, rho=0.1)
     with pytest.raises(ValueError, match="rho must be finite and not negative"):

@@ -4,10 +4,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from measures.cases import Quadratic, dense_hessian, diagonal, mean_output, quadratic, tanh_network, whole
 from torch import nn
 
 from flatmin.measures import HessianOperator, SpectralDensity, spectral_density, top_eigenvalues
+from measures.cases import Quadratic, dense_hessian, diagonal, mean_output, quadratic, tanh_network, whole
 
 
 def tanh_operator(batched=True):

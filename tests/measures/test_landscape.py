@@ -51,7 +51,7 @@ def test_one_dimensional_weights_move_as_one_filter_by_choice():
 
 
 def test_directions_are_gaussian_before_they_are_normalised():
-    """Within a filter of 10,000 the quartiles are those of a normal distribution; uniform noise has others."""
+    """Within a filter of 10,000 the quartiles are those of a normal distribution."""
     w = torch.ones(1, 10_000, dtype=torch.float64)
     d = random_directions([w], 1)[0][0].flatten()
     assert float(d.std()) == pytest.approx(1.0, rel=0.02)
@@ -141,7 +141,9 @@ def test_batch_norm_uses_its_running_statistics_or_each_batchs_own_by_choice():
         model.train()
         expected = sum(float(loss_fn(model(x), y)) * len(x) for x, y in data) / 10
         assert batch.loss[1] == pytest.approx(expected, rel=1e-12)
-    assert not torch.equal(before, model.state_dict()["1.running_mean"])  # the reference changed it, not the measure
+    assert not torch.equal(
+        before, model.state_dict()["1.running_mean"]
+    )  # the reference changed it, not the measure
 
 
 def test_params_leaves_all_other_weights_where_they_are():
@@ -162,7 +164,12 @@ def test_a_loss_that_overflows_far_away_is_kept_as_it_is():
             return x * self.weight.exp()
 
     found = loss_landscape(
-        Exponential(), mean_output, [(torch.ones(2, dtype=torch.float64), torch.zeros(2))], dims=1, points=3, span=1e4
+        Exponential(),
+        mean_output,
+        [(torch.ones(2, dtype=torch.float64), torch.zeros(2))],
+        dims=1,
+        points=3,
+        span=1e4,
     )
     assert sorted(found.loss)[-1] == math.inf
     assert np.isnan(found.accuracy).all()
@@ -188,7 +195,11 @@ class Counting(nn.Module):
 
 def counting_case():
     torch.manual_seed(1)
-    return Counting(), nn.CrossEntropyLoss(), [(torch.randn(6, 3, dtype=torch.float64), torch.tensor([0, 1] * 3))]
+    return (
+        Counting(),
+        nn.CrossEntropyLoss(),
+        [(torch.randn(6, 3, dtype=torch.float64), torch.tensor([0, 1] * 3))],
+    )
 
 
 def test_a_finished_landscape_is_read_from_its_cache(tmp_path):
@@ -340,7 +351,9 @@ def test_models_of_different_shapes_are_refused():
 
 def test_a_loss_that_is_not_finite_at_the_model_is_refused():
     model = Quadratic(torch.full((2,), math.nan, dtype=torch.float64))
-    data = [((torch.eye(2, dtype=torch.float64)[None], torch.zeros(1, 2, dtype=torch.float64)), torch.zeros(1))]
+    data = [
+        ((torch.eye(2, dtype=torch.float64)[None], torch.zeros(1, 2, dtype=torch.float64)), torch.zeros(1))
+    ]
     with pytest.raises(ValueError, match="The loss is nan"):
         loss_landscape(model, mean_output, data, dims=1, points=3)
 

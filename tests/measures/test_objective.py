@@ -5,7 +5,6 @@ import re
 import numpy as np
 import pytest
 import torch
-from measures.cases import assert_untouched, everything, tanh_network, whole
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -19,7 +18,9 @@ from flatmin.measures import (
     spectral_density,
     top_eigenvalues,
 )
-from flatmin.measures.objective import Objective, error_rate
+from flatmin.measures.objective import Objective
+from flatmin.measures.values import error_rate
+from measures.cases import assert_untouched, everything, tanh_network, whole
 
 
 def first_batch(data):
@@ -45,11 +46,13 @@ each_measure = pytest.mark.parametrize("measure", MEASURES.values(), ids=MEASURE
 
 
 def network(seed=0):
-    """A network with batch norm, dropout, a frozen layer, gradients from before, and mixed train and eval modes."""
+    """Batch norm, dropout, a frozen layer, gradients from before, and mixed train and eval modes."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002
-    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, 3)).double()
+    model = nn.Sequential(
+        nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, 3)
+    ).double()
     model(torch.randn(8, 4, dtype=torch.float64)).sum().backward()
     model[4].bias.requires_grad_(False)
     model.eval()
@@ -73,8 +76,9 @@ def test_the_model_is_left_as_it_was(measure):
 
 
 @each_measure
-@pytest.mark.parametrize("passes", [0, 6, 9])
+@pytest.mark.parametrize("passes", [0, 4, 6])
 def test_the_model_is_left_as_it_was_after_an_exception(measure, passes):
+    """In the checks, and in the work after them."""
     model, loss_fn, data = network()
     before = everything(model)
     left = passes
@@ -83,16 +87,12 @@ def test_the_model_is_left_as_it_was_after_an_exception(measure, passes):
         nonlocal left
         left -= 1
         if left < 0:
-            torch.rand(3)
+            torch.rand(3), random.random(), np.random.rand()  # noqa: NPY002
             raise RuntimeError("out of memory")
         return loss_fn(outputs, targets)
 
     with pytest.raises(RuntimeError, match="out of memory"):
-        measure(model, failing, data[:1] if "cosine" in str(measure) else data)
-        failing(None, None) if left < 3 else None  # the cosine takes few passes
-    with torch.random.fork_rng():
-        pass
-    torch.set_rng_state(before[5][0])
+        measure(model, failing, data)
     assert_untouched(model, before)
 
 
@@ -237,8 +237,8 @@ def test_bad_data_is_refused_by_name(data, error, message):
     ("loss_fn", "message"),
     [
         (nn.CrossEntropyLoss(reduction="sum"), "returns a sum: use reduction='mean'"),
-        (nn.CrossEntropyLoss(reduction="none"), r"a scalar, got \(8,\)"),
-        (lambda outputs, targets: 1.0, "a scalar, got float"),
+        (nn.CrossEntropyLoss(reduction="none"), r"a scalar tensor, got shape \(8,\)"),
+        (lambda outputs, targets: 1.0, "a scalar tensor, got float"),
         (lambda outputs, targets: outputs.mean() * math.nan, "The loss is nan at the weights"),
     ],
 )
@@ -283,11 +283,15 @@ def test_data_that_shrinks_after_the_first_pass_is_refused():
 def test_ragged_batches_give_the_loss_and_gradient_of_the_whole():
     model, loss_fn, data = tanh_network()
     ragged, all_at_once = Objective(model, loss_fn, data), Objective(model, loss_fn, whole(data))
-    (value, grads), (expected, expected_grads) = (o.gradient(o.weights(), error=True) for o in (ragged, all_at_once))
+    (value, grads), (expected, expected_grads) = (
+        o.gradient(o.weights(), error=True) for o in (ragged, all_at_once)
+    )
     assert value.loss == pytest.approx(expected.loss, rel=1e-12)
     assert value.error == expected.error
     torch.testing.assert_close(grads, expected_grads, rtol=1e-12, atol=1e-14)
-    reference = torch.autograd.grad(loss_fn(model(whole(data)[0][0]), whole(data)[0][1]), list(model.parameters()))
+    reference = torch.autograd.grad(
+        loss_fn(model(whole(data)[0][0]), whole(data)[0][1]), list(model.parameters())
+    )
     torch.testing.assert_close(grads, list(reference), rtol=1e-12, atol=1e-14)
     with torch.no_grad():
         for w in ragged.weights():

@@ -2,11 +2,11 @@ import math
 
 import pytest
 import torch
-from measures.cases import flat_loss, tanh_network
 from torch import nn
 from torch.nn import functional as F
 
 from flatmin.measures import m_sharpness, pac_bayes_bound
+from measures.cases import flat_loss, tanh_network
 
 
 class Weight(nn.Module):
@@ -72,7 +72,7 @@ def test_the_error_rate_is_bounded_by_ascending_the_loss():
 
 
 def test_the_sharp_loss_is_never_below_the_loss():
-    """One step of 2 from 0.5 over the top of a clipped tent leads down; the weights themselves are in the ball too."""
+    """One step over the top of a tent leads down; the weights themselves are in the ball too."""
 
     def tent(outputs, targets):
         return (1 - (outputs - 0.6).abs()).clamp(0, 1).mean()

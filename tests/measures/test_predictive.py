@@ -22,7 +22,8 @@ def conditional(measure, gap, hyperparameters, chosen):
         key = tuple((hyperparameters[i][c], hyperparameters[j][c]) for c in chosen)
         cells.setdefault(key, []).append((measure[i] > measure[j], gap[i] > gap[j]))
     information = [
-        entropy([a for a, _ in pairs]) + entropy([b for _, b in pairs]) - entropy(pairs) for pairs in cells.values()
+        entropy([a for a, _ in pairs]) + entropy([b for _, b in pairs]) - entropy(pairs)
+        for pairs in cells.values()
     ]
     uncertainty = [entropy([b for _, b in pairs]) for pairs in cells.values()]
     return np.mean(information) / np.mean(uncertainty)
@@ -56,7 +57,7 @@ def test_a_perfect_measure_scores_one_and_so_does_its_opposite():
 
 
 def test_a_measure_that_only_knows_one_hyperparameter_scores_low():
-    """The gap is that of hyperparameter 2 plus noise; a measure that is hyperparameter 2 is worth nothing beyond it."""
+    """The gap is hyperparameter 2 plus noise, and the measure is hyperparameter 2."""
     rng = np.random.default_rng(0)
     gap = [h[2] + 0.1 * rng.normal() for h in GRID]
     found = predictive_power([h[2] for h in GRID], gap, GRID)

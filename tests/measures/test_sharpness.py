@@ -4,11 +4,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from measures.cases import Quadratic, flat_loss, mean_output, quadratic, tanh_network, whole
 from scipy.optimize import brentq
 from torch import nn
 
 from flatmin.measures import m_sharpness
+from measures.cases import Quadratic, flat_loss, mean_output, quadratic, tanh_network, whole
 
 
 def rise(A, b, w, step):

@@ -1,4 +1,4 @@
-"""Batches of (inputs, targets): how many examples they hold, their rows, and whether they come twice the same."""
+"""Batches of (inputs, targets): their sizes, their rows, and whether they come twice the same."""
 
 import hashlib
 import itertools
@@ -86,7 +86,7 @@ def rows(batch: Batch, start: int, stop: int) -> Batch:
 
 
 def pieces(batches: Iterable[Batch], size: int | None) -> Iterator[tuple[Batch, int]]:
-    """Yield each batch with its number of examples, cut into pieces of at most size examples; skip empty ones."""
+    """Yield each batch with its number of examples, cut into pieces of at most size; skip empty ones."""
     for batch in batches:
         num = check_batch(batch)
         step = num if size is None else size
@@ -96,7 +96,7 @@ def pieces(batches: Iterable[Batch], size: int | None) -> Iterator[tuple[Batch, 
 
 
 def subsets(batches: Iterable[Batch], m: int, size: int | None = None) -> Iterator[list[Batch]]:
-    """Yield disjoint, consecutive subsets of m examples, each a list of pieces of the batches; the last may be short.
+    """Yield disjoint, consecutive subsets of m examples as lists of pieces; the last may be short.
 
     Example:
         >>> data = [(torch.arange(3), torch.zeros(3)), (torch.arange(3, 5), torch.zeros(2))]
@@ -129,7 +129,7 @@ def digest(tensors: Iterable[Tensor]) -> str:
 
 
 def same_on_every_pass(data: Iterable[Batch]) -> bool:
-    """Return whether two passes begin with the same batches, bit for bit (shuffling and augmentation do not)."""
+    """Return whether two passes begin with the same batches, bit for bit; no shuffled pass does."""
     first, second = (itertools.islice(iter(data), NUM_COMPARED_BATCHES) for _ in range(2))
     # Sequential, not interleaved: two live iterators of one loader may share workers.
     seen = [leaves(batch) for batch in first]
@@ -138,7 +138,7 @@ def same_on_every_pass(data: Iterable[Batch]) -> bool:
 
 
 def _same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return all(s is t for s, t in zip(a, b, strict=False)) and len(a) == len(b) or digest(a) == digest(b)
+    return (all(s is t for s, t in zip(a, b, strict=False)) and len(a) == len(b)) or digest(a) == digest(b)
 
 
 @contextmanager
@@ -150,7 +150,8 @@ def rng_kept(data: object = None) -> Iterator[None]:
     ]
     own = [g.get_state() for g in generators]
     cpu, python, numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    # Asking for the state of a GPU that nobody used yet would start CUDA.
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     try:
         yield
     finally:

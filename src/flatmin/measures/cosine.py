@@ -22,7 +22,7 @@ def sam_update_cosine(
     params: Params | None = None,
     allow_nondeterministic: bool = False,
 ) -> float:
-    r"""Return the cosine of the angle between SAM's update and the exact gradient of :math:`L(w + \hat\epsilon(w))`.
+    r"""Return the cosine between SAM's update and the exact gradient of :math:`L(w + \hat\epsilon(w))`.
 
     SAM takes :math:`\hat\epsilon = \rho g / \lVert g \rVert` for a constant and descends along
     :math:`v = \nabla L(w + \hat\epsilon)`. The exact gradient is :math:`v + H u` with

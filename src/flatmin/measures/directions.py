@@ -5,15 +5,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flatmin.measures.hessian import HessianOperator, top_eigenvalues
+from flatmin.measures.hessian import HessianOperator
 from flatmin.measures.objective import Objective
 from flatmin.measures.parameters import unflatten
+from flatmin.measures.spectrum import top_eigenvalues
 
 
 def random_directions(
     weights: Sequence[Tensor], num: int, *, seed: int = 0, move_1d: bool = False
 ) -> list[list[Tensor]]:
-    r"""Return Gaussian directions, normalised per filter: :math:`d_i \leftarrow d_i \lVert w_i \rVert / \lVert d_i \rVert`.
+    r"""Return Gaussian directions, normalised per filter: :math:`d_i \lVert w_i \rVert / \lVert d_i \rVert`.
 
     A filter is a slice along dimension 0: the weights of one output (Li et al., 2018, Section 4). Biases and
     the weights of norm layers (one dimension or none) stay where they are, or count as one filter each if
@@ -39,7 +40,10 @@ def _normalised(direction: Tensor, weight: Tensor, move_1d: bool) -> Tensor:
         return torch.zeros_like(weight)
     filters = (1, -1) if weight.ndim <= 1 else (len(weight), -1)
     d, w = direction.reshape(filters), weight.reshape(filters)
-    return (d * (w.norm(dim=1, keepdim=True) / d.norm(dim=1, keepdim=True))).view_as(weight)
+    ratio = torch.linalg.vector_norm(w, dim=1, keepdim=True) / torch.linalg.vector_norm(
+        d, dim=1, keepdim=True
+    )
+    return torch.reshape(d * ratio, weight.shape)
 
 
 def hessian_directions(objective: Objective, num: int, *, seed: int = 0) -> list[list[Tensor]]:

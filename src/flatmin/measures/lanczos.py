@@ -97,7 +97,7 @@ class Krylov:
         self.starts.append(self.num_steps)
 
     def ritz(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the Ritz values, descending, their vectors in the basis (columns), and the residual norms."""
+        """Return the Ritz values, descending, their vectors in the basis (columns), and residual norms."""
         values, vectors = eigh_tridiagonal(np.array(self.alphas), np.array(self.betas[:-1]))
         values, vectors = values[::-1], vectors[:, ::-1]
         return values, vectors, np.abs(vectors[-1]) * self.betas[-1]
@@ -120,3 +120,13 @@ class Krylov:
             grown[:j] = self._basis
             self._basis = grown
         self._basis[j] = q
+
+
+def random_normal(op: Operator, generator: torch.Generator) -> Tensor:
+    """Return a Gaussian vector, drawn on the CPU so that every device gets the same."""
+    return torch.randn(op.dim, generator=generator, dtype=torch.float64).to(op.dtype).to(op.device)
+
+
+def random_signs(op: Operator, generator: torch.Generator) -> Tensor:
+    """Return a vector of random signs, drawn on the CPU so that every device gets the same."""
+    return (2 * torch.randint(2, (op.dim,), generator=generator) - 1).to(op.dtype).to(op.device)

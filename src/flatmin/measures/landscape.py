@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from flatmin.measures import plots
 from flatmin.measures.batches import Batch, digest, leaves, rng_kept
 from flatmin.measures.directions import hessian_directions, random_directions
-from flatmin.measures.objective import LossFn, NoErrorRateError, Objective
+from flatmin.measures.objective import LossFn, Objective
 from flatmin.measures.parameters import Params, parameter_names, unwrapped
 from flatmin.measures.points import Index, PointCache
 from flatmin.measures.progress import Progress
+from flatmin.measures.values import NoErrorRateError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -47,7 +48,7 @@ class Landscape:
     def plot(
         self, kind: Literal["contour", "surface"] = "contour", metric: Literal["loss", "accuracy"] = "loss"
     ) -> "Figure":
-        """Return a matplotlib figure: curves in 1-D, contours or a surface in 2-D, all models on one scale."""
+        """Return a matplotlib figure: curves in 1-D, contours or surfaces in 2-D, models on one scale."""
         return plots.landscape(self, kind, metric)
 
     def save_html(self, path: str | os.PathLike[str], metric: Literal["loss", "accuracy"] = "loss") -> None:
@@ -73,7 +74,7 @@ def loss_landscape(
     group: dist.ProcessGroup | None = None,
     allow_nondeterministic: bool = False,
 ) -> Landscape:
-    r"""Return the loss and the accuracy on a line or a square through the weights of one model, or of several.
+    r"""Return the loss and the accuracy on a line or a square through the weights of models.
 
     Random directions are Gaussian, normalised per filter (Li et al., 2018), so that models of one shape can
     be compared: all have the same draws, scaled to their own filters. The grid spans :math:`[-span, span]` in
@@ -120,31 +121,39 @@ def loss_landscape(
     )
     half = points // 2
     coordinates = span * np.arange(-half, half + 1) / half
-    settings = dict(dims=dims, span=span, points=points, directions=directions, seed=seed, move_1d=move_1d)
-    settings["batch_norm"] = batch_norm
+    settings: dict[str, object] = {
+        "dims": dims,
+        "span": span,
+        "points": points,
+        "directions": directions,
+        "seed": seed,
+        "move_1d": move_1d,
+        "batch_norm": batch_norm,
+    }
     centre = (half,) * dims
     # The centre first: it shows at once whether a cache is that of this loss.
     order = sorted(itertools.product(range(points), repeat=dims), key=lambda index: index != centre)
     shape = (len(objectives), *(points,) * dims)
     loss, accuracy = np.full(shape, math.nan), np.full(shape, math.nan)
     with _Store(objectives, settings, cache) as store:
-        for (number, *index), value in store.known.items():
-            loss[(number, *index)], accuracy[(number, *index)] = value
+        for place, value in store.known.items():
+            loss[place], accuracy[place] = value
         total = len(order) * len(objectives)
         bar = Progress("landscape", total, done=len(store.known), show=progress)
         for number, objective in enumerate(objectives):
             weights = objective.weights()
             basis = _directions(objective, weights, directions, dims, seed, move_1d)
             for index in order:
-                known = store.known.get((number, *index))
+                place = (number, *index)
+                known = store.known.get(place)
                 if known is not None and index != centre:
                     continue
                 found = _evaluate(objective, _moved(weights, basis, [coordinates[i] for i in index]))
                 if index == centre:
                     _check_centre(found[0], known, cache)
                 if known is None:
-                    store.add((number, *index), *found)
-                    loss[(number, *index)], accuracy[(number, *index)] = found
+                    store.add(place, *found)
+                    loss[place], accuracy[place] = found
                     bar.advance()
     if not several:
         loss, accuracy = loss[0], accuracy[0]
@@ -230,7 +239,8 @@ def _check_centre(loss: float, known: tuple[float, float] | None, cache: object)
         raise ValueError(f"The loss is {loss} at the model itself: there is no landscape to look at.")
     if known is not None and abs(known[0] - loss) > CENTRE_TOLERANCE * max(abs(loss), abs(known[0])):
         raise ValueError(
-            f"The cache {cache} belongs to another loss: it has {known[0]:.6g} at the model itself, where loss_fn gives "
+            f"The cache {cache} belongs to another loss: it has {known[0]:.6g} at the model itself, where "
+            "loss_fn gives "
             f"{loss:.6g}. It was not changed. Choose another file."
         )
 
@@ -263,7 +273,8 @@ def _objectives(
     for number, other in enumerate(shapes[1:], 2):
         if other != shapes[0]:
             raise ValueError(
-                f"Model {number} has parameters of other names or shapes than model 1, so that there are no directions "
+                f"Model {number} has parameters of other names or shapes than model 1, so that there are "
+                "no directions "
                 "they share. Look at them one by one."
             )
     return [

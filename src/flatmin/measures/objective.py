@@ -1,13 +1,11 @@
-r"""A loss on fixed data, :math:`L_S(w) = \frac{1}{n} \sum_i \ell(w, x_i, y_i)`, that leaves the model untouched.
+r"""A loss on fixed data, :math:`L_S(w) = \frac{1}{n} \sum_i \ell(w, x_i, y_i)`; the model stays as it is.
 
 The model runs through ``torch.func.functional_call`` with weights and buffers handed in from outside, so that
 its own are never written. Means over batches are weighted by the number of examples, so that ragged batches
 are exact.
 """
 
-import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,32 +21,15 @@ from flatmin.measures.batches import (
     pieces,
     rng_kept,
     rows,
-    same_on_every_pass,
     tree_map,
 )
+from flatmin.measures.checks import check_model, check_same_on_every_pass
 from flatmin.measures.parameters import Params, parameter_names, unwrapped, working_dtype
+from flatmin.measures.values import Totals, Value
 
 LossFn = Callable[[Any, Any], Tensor]
 
 NUM_PROBED_EXAMPLES = 8  # enough to see a model draw random numbers; small against any real pass
-EVAL_REMEDY = "Call model.eval() first, or pass allow_nondeterministic=True to measure it with fixed noise."
-
-
-class NoErrorRateError(ValueError):
-    """The outputs are not those of a classifier."""
-
-
-@dataclass(frozen=True)
-class Value:
-    """The loss, and the error rate where it was asked for (NaN otherwise), on some examples."""
-
-    loss: float
-    error: float
-    num_examples: int
-
-    def metric(self, name: str) -> float:
-        """Return the loss or the error."""
-        return self.error if name == "error" else self.loss
 
 
 class Objective:
@@ -115,62 +96,9 @@ class Objective:
         if first is None:
             return 0, 0
         if not allow_nondeterministic:
-            if not same_on_every_pass(self.data):
-                raise ValueError(
-                    "data differs from pass to pass (shuffling or augmentation), so that there is no fixed loss to "
-                    "measure. Use a DataLoader with shuffle=False and without random transforms, or pass list(data); "
-                    "or allow_nondeterministic=True."
-                )
-            self._check_deterministic(rows(first, 0, NUM_PROBED_EXAMPLES))
-        self._check_mean(rows(first, 0, NUM_PROBED_EXAMPLES))
+            check_same_on_every_pass(self.data)
+        check_model(self, rows(first, 0, NUM_PROBED_EXAMPLES), allow_nondeterministic=allow_nondeterministic)
         return sum(sizes), sum(size > 0 for size in sizes)
-
-    def _check_deterministic(self, batch: Batch) -> None:
-        for name, module in self.model.named_modules():
-            if (
-                isinstance(module, _BatchNorm)
-                and not self.batch_statistics
-                and _uses_batch_statistics(module)
-            ):
-                raise ValueError(
-                    f"The batch norm layer {name!r} normalises with the statistics of each batch, so that the loss "
-                    f"depends on how the data is batched. {EVAL_REMEDY}"
-                )
-        with torch.no_grad():
-            state = self.state(self.weights())
-            before = {name: tensor.clone() for name, tensor in state.items()}
-            random_state = _random_state(self.device)
-            losses = [float(self._loss(state, batch)[0]) for _ in range(2)]
-        drew = not torch.equal(random_state, _random_state(self.device))
-        tolerance = torch.finfo(self.dtype).eps ** 0.75 * abs(losses[0])
-        if drew or abs(losses[1] - losses[0]) > tolerance:
-            raise ValueError(
-                f"The model is random (dropout, or noise of its own): no two losses agree. {EVAL_REMEDY}"
-            )
-        changed = [name for name, tensor in before.items() if not _equal(tensor, state[name])]
-        if changed and not self.batch_statistics:
-            raise ValueError(f"The model changes its buffer {changed[0]!r} as it runs. {EVAL_REMEDY}")
-
-    def _check_mean(self, batch: Batch) -> None:
-        num = check_batch(batch)
-        with torch.no_grad(), rng_kept():
-            loss = self._loss(self.state(self.weights()), batch)[0]
-            if not isinstance(loss, Tensor) or loss.numel() != 1:
-                shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-                raise ValueError(f"loss_fn must return the mean over the batch, a scalar, got {shape}.")
-            if num < 2 or self.batch_statistics:
-                return
-            parts = [
-                float(self._loss(self.state(self.weights()), rows(batch, *cut))[0])
-                for cut in ((0, num // 2), (num // 2, num))
-            ]
-        whole = float(loss)
-        scale = max(abs(whole), *map(abs, parts))
-        mean = (parts[0] * (num // 2) + parts[1] * (num - num // 2)) / num
-        if abs(whole - sum(parts)) < 1e-3 * scale and abs(whole - mean) > 0.1 * scale:
-            raise ValueError(
-                "loss_fn must return the mean over the batch, but it returns a sum: use reduction='mean'."
-            )
 
     def weights(self) -> list[Tensor]:
         """Return the measured weights as they are now, detached, in the dtype of the measurement."""
@@ -186,7 +114,8 @@ class Objective:
         low = tensor.is_floating_point() and tensor.element_size() < 4
         return tensor.to(self.dtype) if low else tensor
 
-    def _loss(self, state: dict[str, Tensor], batch: Batch) -> tuple[Tensor, Any, Any]:
+    def run(self, state: dict[str, Tensor], batch: Batch) -> tuple[Tensor, Any, Any]:
+        """Return the mean loss on one batch, the outputs, and the targets on the model's device."""
         inputs, targets = tree_map(lambda t: self._raised(t.to(self.device, non_blocking=True)), tuple(batch))
         args, kwargs = (), {}
         if isinstance(inputs, dict):
@@ -199,7 +128,7 @@ class Objective:
 
     def loss(self, weights: Sequence[Tensor], batch: Batch) -> Tensor:
         """Return the mean loss on one batch, with its graph."""
-        return self._loss(self.state(weights), batch)[0]
+        return self.run(self.state(weights), batch)[0]
 
     def value(
         self,
@@ -209,11 +138,11 @@ class Objective:
         error: bool = False,
         size: int | None = None,
     ) -> Value:
-        """Return the mean loss (and error rate) at these weights, on all data or on some batches of this rank."""
+        """Return the mean loss (and error rate) at these weights, on all data or on some batches."""
         with rng_kept(self.data), torch.no_grad():
-            totals, state = _Totals(), self.state(weights)
+            totals, state = Totals(), self.state(weights)
             for batch, num in pieces(self.data if batches is None else batches, size):
-                totals.add(*self._loss(state, batch), num, error)
+                totals.add(*self.run(state, batch), num, error)
         return self._mean(totals, shared=batches is None)
 
     def gradient(
@@ -228,9 +157,9 @@ class Objective:
         leaves = [w.detach().requires_grad_() for w in weights]
         total = [torch.zeros_like(w) for w in weights]
         with rng_kept(self.data), torch.enable_grad():
-            totals, state = _Totals(), self.state(leaves)
+            totals, state = Totals(), self.state(leaves)
             for batch, num in pieces(self.data if batches is None else batches, size):
-                loss, outputs, targets = self._loss(state, batch)
+                loss, outputs, targets = self.run(state, batch)
                 grads = torch.autograd.grad(loss, leaves, materialize_grads=True)
                 totals.add(loss, outputs, targets, num, error)
                 for t, g in zip(total, grads, strict=True):
@@ -241,7 +170,7 @@ class Objective:
             (self.reduced(t) if shared else t).div_(num) for t in total
         ]
 
-    def _mean(self, totals: "_Totals", *, shared: bool) -> Value:
+    def _mean(self, totals: Totals, *, shared: bool) -> Value:
         if not shared:
             return Value(totals.loss / totals.num, totals.error / totals.num, totals.num)
         if totals.num != self.num_local:
@@ -287,18 +216,6 @@ class Objective:
         return found
 
 
-class _Totals:
-    """Sums over the examples seen so far."""
-
-    def __init__(self) -> None:
-        self.loss, self.error, self.num = 0.0, 0.0, 0
-
-    def add(self, loss: Tensor, outputs: Any, targets: Any, num: int, error: bool) -> None:
-        self.loss += float(loss.detach()) * num
-        self.error += error_rate(outputs, targets) * num if error else math.nan
-        self.num += num
-
-
 class _batch_statistics:  # noqa: N801 (a context manager, used like a function)
     """Put batch norm layers into train mode for a while, if asked to."""
 
@@ -313,37 +230,3 @@ class _batch_statistics:  # noqa: N801 (a context manager, used like a function)
     def __exit__(self, *_: object) -> None:
         for layer, mode in zip(self.layers, self.modes, strict=True):
             layer.training = mode
-
-
-def error_rate(outputs: Any, targets: Any) -> float:
-    """Return the fraction of wrong predictions: the class of the largest output (dimension 1) is not the target's.
-
-    Example:
-        >>> error_rate(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1]))
-        0.5
-    """
-    if isinstance(outputs, Tensor) and isinstance(targets, Tensor) and outputs.ndim >= 2:
-        labels = (
-            targets.argmax(1) if targets.is_floating_point() and targets.shape == outputs.shape else targets
-        )
-        predicted = outputs.argmax(1)
-        if labels.shape == predicted.shape and not labels.is_floating_point():
-            return int((predicted != labels).sum()) / labels.numel()
-    shapes = [tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in (outputs, targets)]
-    raise NoErrorRateError(
-        f"The error rate needs outputs (N, classes, ...) and targets (N, ...) with classes, got {shapes[0]} and "
-        f"{shapes[1]}. For other outputs use metric='loss'."
-    )
-
-
-def _uses_batch_statistics(layer: _BatchNorm) -> bool:
-    return layer.training or layer.running_mean is None
-
-
-def _random_state(device: torch.device) -> Tensor:
-    state = torch.get_rng_state()
-    return torch.cat([state, torch.cuda.get_rng_state(device)]) if device.type == "cuda" else state
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.nan_to_num(), b.nan_to_num()) if a.is_floating_point() else torch.equal(a, b)

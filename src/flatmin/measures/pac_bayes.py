@@ -23,7 +23,7 @@ RANGE_TOLERANCE = 1e-6  # a mean of clipped losses may exceed their bound by rou
 
 @dataclass(frozen=True)
 class Bound:
-    r"""An estimate of the bound :math:`L_D(w) \le sharp\_loss + complexity`, which holds with probability 1 - delta.
+    r"""An estimate of a bound on the expected loss that holds with probability 1 - delta.
 
     It is an estimate because ascent finds a lower bound of the largest loss in the ball, and because the
     theorem assumes that Gaussian noise on the weights does not lower the expected loss.
@@ -61,7 +61,8 @@ class Bound:
             f"vacuous: above the range of the loss, {self.loss_range:g}" if self.vacuous else "not vacuous"
         )
         return (
-            f"estimate of the bound: {self.total:.4g} = {self.sharp_loss:.4g} (sharp loss) + {self.complexity:.4g} "
+            f"estimate of the bound: {self.total:.4g} = {self.sharp_loss:.4g} (sharp loss) + "
+            f"{self.complexity:.4g} "
             f"(complexity); {verdict}"
         )
 
@@ -125,7 +126,7 @@ def pac_bayes_bound(
         >>> square = lambda outputs, targets: (outputs**2).clamp(max=1).mean()
         >>> found = pac_bayes_bound(model, square, [(torch.ones(1000, 1), torch.zeros(1000))], rho=0.1)
         >>> print(found)
-        estimate of the bound: 0.7... = 0.36 (sharp loss) + 0.3... (complexity); not vacuous
+        estimate of the bound: 0.6993 = 0.36 (sharp loss) + 0.3393 (complexity); not vacuous
     """
     if check_rho(rho) == 0:
         raise ValueError("rho must be positive, got 0: the bound divides by it.")
@@ -153,7 +154,8 @@ def pac_bayes_bound(
     for value in (loss, sharp_loss):
         if not -RANGE_TOLERANCE * loss_range <= value <= loss_range * (1 + RANGE_TOLERANCE):
             raise ValueError(
-                f"The loss is {value:.4g}, outside of [0, {loss_range:g}]. The bound needs a known range: clip the "
+                f"The loss is {value:.4g}, outside of [0, {loss_range:g}]. The bound needs a known range: "
+                "clip the "
                 "loss of each example and pass loss_range, or pass metric='error'."
             )
     weights = objective.weights()
@@ -168,11 +170,11 @@ def pac_bayes_bound(
 def complexity_terms(
     *, n: int, k: int, weight_norm: float, rho: float, delta: float
 ) -> tuple[float, float, float]:
-    r"""Return the three terms under the root: of the weights, of the confidence, and of the union over priors.
+    r"""Return the three terms under the root: of the weights, the confidence, and the union over priors.
 
     Example:
         >>> [round(term, 3) for term in complexity_terms(n=100, k=1, weight_norm=1.0, rho=1.0, delta=0.05)]
-        [2.412, 30.404, 51.215]
+        [2.388, 30.404, 51.215]
     """
     spread = (1 + math.sqrt(math.log(n) / k)) ** 2
     weight_term = k * math.log1p((weight_norm / rho) ** 2 * spread)

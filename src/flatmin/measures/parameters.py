@@ -65,5 +65,5 @@ def unflatten(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
         >>> unflatten(torch.arange(3.0), [torch.zeros(1, 2), torch.zeros(1)])
         [tensor([[0., 1.]]), tensor([2.])]
     """
-    parts = vector.split([t.numel() for t in like])
+    parts = torch.split(vector, [t.numel() for t in like])
     return [part.view_as(t).to(t.dtype) for part, t in zip(parts, like, strict=True)]

@@ -1,4 +1,4 @@
-"""Pictures of what was measured. matplotlib and plotly are imported where they are used: they are an extra."""
+"""Pictures of what was measured. matplotlib and plotly, an extra, are imported where they are used."""
 
 import os
 from typing import TYPE_CHECKING, Any
@@ -8,11 +8,11 @@ import numpy as np
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from flatmin.measures.hessian import Eigenvalues, SpectralDensity
     from flatmin.measures.landscape import Landscape
     from flatmin.measures.pac_bayes import Bound
     from flatmin.measures.predictive import Score
     from flatmin.measures.sharpness import Sharpness
+    from flatmin.measures.spectrum import Eigenvalues, SpectralDensity
 
 BLUE, ORANGE, GREY = "#1f5fa8", "#d9730d", "#8a8f98"
 
@@ -147,7 +147,7 @@ def landscape(found: "Landscape", kind: str, metric: str) -> "Figure":
     bar = figure.colorbar(
         image, ax=figure.axes, label=metric, shrink=0.85 if kind == "contour" else 0.6, pad=0.04
     )
-    bar.set_ticks(levels[::6], labels=[f"{level:.3g}" for level in levels[::6]])
+    bar.set_ticks(levels[::6].tolist(), labels=[f"{level:.3g}" for level in levels[::6]])
     bar.minorticks_off()
     return figure
 
@@ -210,7 +210,7 @@ def _per_model(found: "Landscape", metric: str) -> np.ndarray:
 
 
 def _colours(values: np.ndarray) -> tuple[np.ndarray, Any]:
-    """Return 25 levels and a scale that all models share: logarithmic where the values span more than a decade."""
+    """Return 25 levels and a scale that all models share: logarithmic where values span over a decade."""
     from matplotlib.colors import LogNorm, Normalize
 
     low, high = float(values.min()), float(values.max())

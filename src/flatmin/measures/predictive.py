@@ -83,7 +83,7 @@ def predictive_power(
         >>> grid = list(itertools.product((0, 1), (0, 1), (0, 1)))
         >>> gap = [1.0, 2.0, 4.0, 3.0, 5.0, 6.0, 8.0, 7.0]
         >>> found = predictive_power([g**2 for g in gap], gap, grid)
-        >>> round(found.score, 6), found.kendall_tau
+        >>> round(found.score, 6), round(found.kendall_tau, 6)
         (1.0, 1.0)
     """
     mu, g = np.asarray(measure, dtype=float), np.asarray(gap, dtype=float)
@@ -94,7 +94,8 @@ def predictive_power(
     ]
     if not scored:
         raise ValueError(
-            "hyperparameters leave nothing to predict: no two models share the values of two of them. Train several "
+            "hyperparameters leave nothing to predict: no two models share the values of two of them. "
+            "Train several "
             "models for each pair of values (other hyperparameters, or seeds as one of them)."
         )
     rng = np.random.default_rng(seed)
@@ -120,16 +121,17 @@ def _information(mu: np.ndarray, g: np.ndarray, cell: np.ndarray) -> float:
 
 def _entropy(p: np.ndarray) -> np.ndarray:
     """Return the entropy of each row, in bits."""
-    return -np.sum(p * np.log2(np.where(p > 0, p, 1.0)), axis=1)
+    return np.asarray(-np.sum(p * np.log2(np.where(p > 0, p, 1.0)), axis=1))
 
 
 def _check(
     mu: np.ndarray, g: np.ndarray, hyperparameters: Sequence[Sequence[Hashable]], permutations: int
 ) -> dict[Set, np.ndarray]:
-    """Return, for every set of at most two hyperparameters, the number of the cell of each ordered pair of models."""
+    """Return the cell of each ordered pair of models, for every set of at most two hyperparameters."""
     if not (mu.ndim == g.ndim == 1 and len(mu) == len(g) == len(hyperparameters)):
         raise ValueError(
-            f"measure, gap and hyperparameters must have one entry for each model, got {len(mu)}, {len(g)} and "
+            f"measure, gap and hyperparameters must have one entry for each model, got {len(mu)}, "
+            f"{len(g)} and "
             f"{len(hyperparameters)}."
         )
     if len(mu) < 2:

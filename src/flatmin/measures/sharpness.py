@@ -1,4 +1,4 @@
-r"""m-sharpness: how much the loss rises within a ball around the weights, on subsets of m examples (Section 4.1)."""
+"""m-sharpness: how far the loss rises around the weights, on subsets of m examples (Section 4.1)."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from flatmin.core.perturbation import adaptive_scale, ascent_step, check_p, check_rho, project_
 from flatmin.measures import plots
 from flatmin.measures.batches import Batch, rng_kept, subsets
-from flatmin.measures.objective import LossFn, Objective, Value
+from flatmin.measures.checks import check_count, check_finite, check_metric
+from flatmin.measures.objective import LossFn, Objective
 from flatmin.measures.parameters import Params
+from flatmin.measures.values import Value
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -68,13 +70,14 @@ def m_sharpness(
     group: dist.ProcessGroup | None = None,
     allow_nondeterministic: bool = False,
 ) -> Sharpness:
-    r"""Return the mean over disjoint subsets of m examples of :math:`\max_{\|\epsilon\|_p \le \rho} L(w+\epsilon) - L(w)`.
+    r"""Return the mean over subsets of :math:`\max_{\|\epsilon\|_p \le \rho} L(w+\epsilon) - L(w)`.
+
+    The subsets are disjoint, of m examples each, consecutive in the data's order; m = n is plain sharpness.
 
     The maximum is approximated from below by SAM's ascent (Foret et al., 2021, Section 4.1 and Appendix C.6).
     With one step the result is exactly :math:`L(w + \hat\epsilon) - L(w)`, sign and all. With several, each
     step adds one of full length at the gradient taken where one stands, then projects on the ball; the best
-    visited point counts, :math:`\epsilon = 0` included. Subsets are consecutive in the data's order; m = n is
-    plain sharpness.
+    visited point counts, :math:`\epsilon = 0` included.
 
     The cost is ``steps`` gradients and one loss over the data. A subset runs in pieces no larger than the
     data's batches (or ``chunk_size``), so that m may exceed what fits in memory at once; the m examples
@@ -115,16 +118,16 @@ def m_sharpness(
     """
     rho, p = check_rho(rho), check_p(p)
     eta = _check_eta(adaptive)
-    _check_count("steps", steps)
+    check_count("steps", steps)
     if steps > 1 and p not in (1.0, 2.0, math.inf):
         raise ValueError(
             f"p must be 1, 2 or inf with several steps, got {p}: there is no projection for others."
         )
     if chunk_size is not None:
-        _check_count("chunk_size", chunk_size)
-    _check_metric(metric)
+        check_count("chunk_size", chunk_size)
+    check_metric(metric)
     if m is not None:
-        _check_count("m", m)
+        check_count("m", m)
     objective = Objective(
         model, loss_fn, data, params=params, group=group, allow_nondeterministic=allow_nondeterministic
     )
@@ -186,16 +189,10 @@ class _Ascent:
 
 def rise_in_ball(objective: Objective, *, rho: float, steps: int, metric: str) -> tuple[float, Value]:
     """Return the L2 sharpness on all data, and the value at the weights themselves."""
-    _check_count("steps", steps)
-    _check_metric(metric)
+    check_count("steps", steps)
+    check_metric(metric)
     weights = objective.weights()
     return _Ascent(objective, weights, [rho] * len(weights), 2.0, steps, metric, None).sharpness(None)
-
-
-def check_finite(value: Value, where: str) -> None:
-    """Raise if a loss cannot be compared with others."""
-    if not math.isfinite(value.loss):
-        raise ValueError(f"The loss is {value.loss} {where}: there is nothing to measure.")
 
 
 def _summary(found: list[tuple[float, Value]], *, rho: float, m: int, p: float, metric: str) -> Sharpness:
@@ -216,18 +213,6 @@ def _check_eta(adaptive: bool | float) -> float | None:
     return check_rho(adaptive, "adaptive")
 
 
-def _check_metric(metric: str) -> None:
-    if metric not in ("loss", "error"):
-        raise ValueError(f'metric must be "loss" or "error", got {metric!r}.')
-
-
-def _check_count(name: str, count: int) -> None:
-    if not isinstance(count, int) or isinstance(count, bool):
-        raise TypeError(f"{name} must be an integer, got {count!r} of type {type(count).__name__}.")
-    if count < 1:
-        raise ValueError(f"{name} must be at least 1, got {count}.")
-
-
 def _check_m(objective: Objective, m: int | None) -> int:
     n = objective.num_examples
     if m is None or m == n:
@@ -239,7 +224,8 @@ def _check_m(objective: Objective, m: int | None) -> int:
     smallest = min(objective.gathered(objective.num_local))
     if m > smallest:
         raise ValueError(
-            f"m must be at most the number of examples of every rank, at least {smallest}, or all {n}; got {m}: "
+            f"m must be at most the number of examples of every rank, at least {smallest}, or all {n}; "
+            f"got {m}: "
             "a subset cannot cross ranks."
         )
     return m
