@@ -1,10 +1,11 @@
-"""Train small networks on Fashion-MNIST with SGD and with SAM, measure them, and draw the pictures of measures.md.
+"""Train networks on Fashion-MNIST with SGD and SAM, measure them, and draw the pictures of measures.md.
 
-    python docs/make_measures_figures.py FOLDER_WITH_THE_FOUR_IDX_FILES [--images docs/images] [--work runs/measures]
+    python docs/make_measures_figures.py FOLDER [--images docs/images] [--work runs/measures]
 
 About ten minutes on one CPU core. What was trained or measured before is read from the work folder.
 """
 
+# ruff: noqa: ANN001, ANN201, ANN202, D103
 import argparse
 import gzip
 import itertools
@@ -145,7 +146,15 @@ def draw_spectra(models, batches):
         op = HessianOperator(model, LOSS, batches)
         top = top_eigenvalues(op, k=5)
         ratio = top.ratio(1, 5)
-        print(name, "eigenvalues", top.values.round(3), "ratio", round(ratio, 2), "trace", round(op.trace(20), 2))
+        print(
+            name,
+            "eigenvalues",
+            top.values.round(3),
+            "ratio",
+            round(ratio, 2),
+            "trace",
+            round(op.trace(20), 2),
+        )
         index = np.arange(1, 6) + offset
         label = rf"{name}: $\lambda_1/\lambda_5$ = {ratio:.1f}"
         left.bar(index, top.values, width=0.4, color=COLOURS[name], label=label)
@@ -153,7 +162,9 @@ def draw_spectra(models, batches):
         grid = np.linspace(density.nodes[0] - 1, density.nodes[-1] + 1, 1500)
         right.plot(grid, density.density(grid, 0.15), color=COLOURS[name], lw=1.2, label=name)
     left.set(xlabel="i", ylabel=r"eigenvalue $\lambda_i$", title="the five largest eigenvalues")
-    right.set(xlabel="eigenvalue", ylabel="density", yscale="log", ylim=(1e-6, 10), title="the whole spectrum")
+    right.set(
+        xlabel="eigenvalue", ylabel="density", yscale="log", ylim=(1e-6, 10), title="the whole spectrum"
+    )
     for axes in (left, right):
         axes.legend(frameon=False)
     return figure
@@ -187,12 +198,16 @@ def draw_score(data, work):
         path.write_text(json.dumps(rows))
     sharp, gap = zip(*json.loads(path.read_text()), strict=True)
     found = predictive_power(sharp, gap, grid)
-    print(f"score {found.score:.3f}, null {found.null_low:.3f} to {found.null_high:.3f}, tau {found.kendall_tau:.2f}")
+    print(
+        f"score {found.score:.3f}, null {found.null_low:.3f} to {found.null_high:.3f}, tau {found.kendall_tau:.2f}"
+    )
     return found.plot()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("data", type=Path, help="the folder with the four gzipped IDX files of Fashion-MNIST")
     parser.add_argument("--images", type=Path, default=Path("docs/images"))
     parser.add_argument("--work", type=Path, default=Path("runs/measures"))
@@ -206,7 +221,9 @@ def main() -> None:
     x, y = data[0]
     batches = list(zip(x[:2048].split(256), y[:2048].split(256), strict=True))
     figures = {"sharpness": draw_sharpness(models, batches), "spectrum": draw_spectra(models, batches)}
-    landscape = loss_landscape(models, LOSS, batches[:4], points=31, cache=arguments.work / "plane.jsonl", progress=True)
+    landscape = loss_landscape(
+        models, LOSS, batches[:4], points=31, cache=arguments.work / "plane.jsonl", progress=True
+    )
     figures["landscape"] = landscape.plot("contour")
     figures["surface"] = landscape.plot("surface")
     landscape.save_html(arguments.work / "surface.html")

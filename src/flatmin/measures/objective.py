@@ -24,12 +24,12 @@ from flatmin.measures.batches import (
     tree_map,
 )
 from flatmin.measures.checks import check_model, check_same_on_every_pass
-from flatmin.measures.parameters import Params, parameter_names, unwrapped, working_dtype
+from flatmin.measures.parameters import Params, flatten, parameter_names, unwrapped, working_dtype
 from flatmin.measures.values import Totals, Value
 
 LossFn = Callable[[Any, Any], Tensor]
 
-NUM_PROBED_EXAMPLES = 8  # enough to see a model draw random numbers; small against any real pass
+NUM_PROBED_EXAMPLES = 4  # enough to see a model draw random numbers; small against any real pass
 
 
 class Objective:
@@ -79,6 +79,7 @@ class Objective:
         self._parameters = [parameters[name] for name in self.names]
         self.device = self._parameters[0].device
         self.dtype = working_dtype(self._parameters)
+        self.channels_last = suits_channels_last(self.model, self.device, self.dtype)
         with rng_kept(self.data):
             self.num_local, self.num_batches = self._agree(lambda: self._inspect(allow_nondeterministic))
         self.num_examples = int(self.reduced(torch.tensor(float(self.num_local), device=self.device)))
@@ -117,6 +118,8 @@ class Objective:
     def run(self, state: dict[str, Tensor], batch: Batch) -> tuple[Tensor, Any, Any]:
         """Return the mean loss on one batch, the outputs, and the targets on the model's device."""
         inputs, targets = tree_map(lambda t: self._raised(t.to(self.device, non_blocking=True)), tuple(batch))
+        if self.channels_last:
+            inputs = tree_map(_channels_last, inputs)
         args, kwargs = (), {}
         if isinstance(inputs, dict):
             kwargs = inputs
@@ -152,23 +155,19 @@ class Objective:
         *,
         error: bool = False,
         size: int | None = None,
-    ) -> tuple[Value, list[Tensor]]:
-        """Return the value and the gradient at these weights, on all data or on some batches of this rank."""
+    ) -> tuple[Value, Tensor]:
+        """Return the value and the gradient, flattened, at these weights, on all data or on some batches."""
         leaves = [w.detach().requires_grad_() for w in weights]
-        total = [torch.zeros_like(w) for w in weights]
+        total = torch.zeros(sum(w.numel() for w in weights), dtype=self.dtype, device=self.device)
         with rng_kept(self.data), torch.enable_grad():
             totals, state = Totals(), self.state(leaves)
             for batch, num in pieces(self.data if batches is None else batches, size):
                 loss, outputs, targets = self.run(state, batch)
                 grads = torch.autograd.grad(loss, leaves, materialize_grads=True)
                 totals.add(loss, outputs, targets, num, error)
-                for t, g in zip(total, grads, strict=True):
-                    t.add_(g, alpha=num)
-        shared = batches is None
-        num = self.num_examples if shared else totals.num
-        return self._mean(totals, shared=shared), [
-            (self.reduced(t) if shared else t).div_(num) for t in total
-        ]
+                total.add_(flatten(grads, self.dtype), alpha=num)
+        value = self._mean(totals, shared=batches is None)
+        return value, (self.reduced(total) if batches is None else total).div_(value.num_examples)
 
     def _mean(self, totals: Totals, *, shared: bool) -> Value:
         if not shared:
@@ -230,3 +229,16 @@ class _batch_statistics:  # noqa: N801 (a context manager, used like a function)
     def __exit__(self, *_: object) -> None:
         for layer, mode in zip(self.layers, self.modes, strict=True):
             layer.training = mode
+
+
+def suits_channels_last(model: nn.Module, device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether convolutions are faster on images laid out with the channels last: a third, on a CPU."""
+    return (
+        device.type == "cpu"
+        and dtype == torch.float32
+        and any(isinstance(m, nn.Conv2d) for m in model.modules())
+    )
+
+
+def _channels_last(tensor: Tensor) -> Tensor:
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor

@@ -1,7 +1,7 @@
 """m-sharpness: how far the loss rises around the weights, on subsets of m examples (Section 4.1)."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -14,7 +14,7 @@ from flatmin.measures import plots
 from flatmin.measures.batches import Batch, rng_kept, subsets
 from flatmin.measures.checks import check_count, check_finite, check_metric
 from flatmin.measures.objective import LossFn, Objective
-from flatmin.measures.parameters import Params
+from flatmin.measures.parameters import Params, flatten, unflatten
 from flatmin.measures.values import Value
 
 if TYPE_CHECKING:
@@ -132,10 +132,7 @@ def m_sharpness(
         model, loss_fn, data, params=params, group=group, allow_nondeterministic=allow_nondeterministic
     )
     m = _check_m(objective, m)
-    weights = objective.weights()
-    ascent = _Ascent(
-        objective, weights, [adaptive_scale(w, rho, eta) for w in weights], p, steps, metric, chunk_size
-    )
+    ascent = _Ascent(objective, _scale(objective, rho, eta), p, steps, metric, chunk_size)
     if m == objective.num_examples:
         found = [ascent.sharpness(None)]
     else:
@@ -150,8 +147,7 @@ class _Ascent:
     """Ascends the loss within the ball, on one subset at a time."""
 
     objective: Objective
-    weights: list[Tensor]
-    scales: Sequence[Tensor | float]  # T: the ball is that of d, with eps = T * d
+    scale: Tensor | float  # T: the ball is that of d, with eps = T * d
     p: float
     steps: int
     metric: str
@@ -159,40 +155,45 @@ class _Ascent:
 
     def sharpness(self, subset: list[Batch] | None) -> tuple[float, Value]:
         """Return the sharpness on a subset (on all data if None), and the value at the weights themselves."""
+        weights = self.objective.weights()
+        centre = flatten(weights, self.objective.dtype)
         error = self.metric == "error"
-        value, grads = self.objective.gradient(self.weights, subset, error=error, size=self.size)
+        value, gradient = self.objective.gradient(weights, subset, error=error, size=self.size)
         check_finite(value, "at the weights")
         visited = [value]
-        direction = [w.new_zeros(()).expand_as(w) for w in self.weights]
+        direction: Tensor | None = None
         for step in range(1, self.steps + 1):
-            direction = self._advance(direction, grads, first=step == 1)
-            point = [w + d * t for w, d, t in zip(self.weights, direction, self.scales, strict=True)]
+            direction = self._advance(direction, gradient)
+            point = unflatten(centre + direction * self.scale, weights)
             if step == self.steps:
-                visited.append(self.objective.value(point, subset, error=error, size=self.size))
+                value = self.objective.value(point, subset, error=error, size=self.size)
             else:
-                value, grads = self.objective.gradient(point, subset, error=error, size=self.size)
-                visited.append(value)
-            check_finite(visited[-1], "at the perturbed weights; try a smaller rho")
+                value, gradient = self.objective.gradient(point, subset, error=error, size=self.size)
+            check_finite(value, "at the perturbed weights; try a smaller rho")
+            visited.append(value)
         best = visited[1] if self.steps == 1 else max(visited, key=lambda v: v.metric(self.metric))
         return best.metric(self.metric) - visited[0].metric(self.metric), visited[0]
 
-    def _advance(self, direction: list[Tensor], grads: list[Tensor], *, first: bool) -> list[Tensor]:
-        """Add one full step to a direction in the unit ball; project what has left it."""
-        scaled = [g * t for g, t in zip(grads, self.scales, strict=True)]
-        step = ascent_step(scaled, rho=1.0, p=self.p)
-        if first:
+    def _advance(self, direction: Tensor | None, gradient: Tensor) -> Tensor:
+        """Add one full step to a direction in the unit ball, and project it."""
+        (step,) = ascent_step([gradient * self.scale], rho=1.0, p=self.p)
+        if direction is None:
             return step
-        moved = [d + s for d, s in zip(direction, step, strict=True)]
-        project_(moved, self.p)
+        moved = direction + step
+        project_([moved], self.p)
         return moved
+
+
+def _scale(objective: Objective, rho: float, eta: float | None) -> Tensor | float:
+    """Return T: rho, or ASAM's rho (|w| + eta)."""
+    return adaptive_scale(flatten(objective.weights(), objective.dtype), rho, eta)
 
 
 def rise_in_ball(objective: Objective, *, rho: float, steps: int, metric: str) -> tuple[float, Value]:
     """Return the L2 sharpness on all data, and the value at the weights themselves."""
     check_count("steps", steps)
     check_metric(metric)
-    weights = objective.weights()
-    return _Ascent(objective, weights, [rho] * len(weights), 2.0, steps, metric, None).sharpness(None)
+    return _Ascent(objective, rho, 2.0, steps, metric, None).sharpness(None)
 
 
 def _summary(found: list[tuple[float, Value]], *, rho: float, m: int, p: float, metric: str) -> Sharpness:
