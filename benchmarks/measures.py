@@ -119,9 +119,8 @@ def products(model, x, y):
 def report_products(repeats, norm):
     model, x, y = problem(norm)
     seconds = medians(products(model, x, y), repeats)
-    print(
-        f"\nOne Hessian-vector product over one gradient, batch 256, {'with' if norm else 'without'} batch norm"
-    )
+    kind = "with" if norm else "without"
+    print(f"\nOne Hessian-vector product over one gradient, batch 256, {kind} batch norm")
     for name, value in seconds.items():
         goal = "  (to reach: at most 3.3)" if name == "flatmin, one batch" else ""
         print(f"  {name:24} {value / seconds['gradient']:5.2f}{goal}")

@@ -186,13 +186,13 @@ def draw_score(data, work):
     """Train a grid of networks, and ask how well m-sharpness predicts their gaps."""
     (x, y), (test_x, test_y) = data
     x, y = x[:2000], y[:2000]
-    grid = list(itertools.product((16, 64), (0.02, 0.1), (0.0, 3e-3), (0.0, 0.1), (32, 256)))
+    grid = list(itertools.product((16, 64), (0.05, 0.2), (0.0, 1e-3), (0.0, 0.1), (32, 256)))
     path = work / "grid.json"
     if not path.exists():
         rows = []
         for width, lr, decay, rho, batch_size in grid:
             model = perceptron(width)
-            train(model, x, y, epochs=25, rho=rho, lr=lr, batch_size=batch_size, weight_decay=decay)
+            train(model, x, y, epochs=60, rho=rho, lr=lr, batch_size=batch_size, weight_decay=decay)
             sharp = m_sharpness(model, LOSS, [(x, y)], rho=0.1, m=50).mean
             rows.append((sharp, error(model, test_x, test_y) - error(model, x, y)))
         path.write_text(json.dumps(rows))

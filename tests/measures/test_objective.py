@@ -237,7 +237,7 @@ def test_bad_data_is_refused_by_name(data, error, message):
     ("loss_fn", "message"),
     [
         (nn.CrossEntropyLoss(reduction="sum"), "returns a sum: use reduction='mean'"),
-        (nn.CrossEntropyLoss(reduction="none"), r"a scalar tensor, got shape \(4,\)"),
+        (nn.CrossEntropyLoss(reduction="none"), r"a scalar tensor, got shape \(2,\)"),
         (lambda outputs, targets: 1.0, "a scalar tensor, got float"),
         (lambda outputs, targets: outputs.mean() * math.nan, "The loss is nan at the weights"),
     ],

@@ -58,14 +58,15 @@ def check_model(objective: "Objective", batch: Batch, *, allow_nondeterministic:
     with torch.no_grad():
         loss = objective.run(state, batch)[0]
         _check_scalar(loss)
-        if not allow_nondeterministic:
-            again = objective.run(state, batch)[0]
-            drew = not torch.equal(random_state, _random_state(objective.device))
-            tolerance = torch.finfo(objective.dtype).eps ** 0.75 * abs(float(loss))
-            if drew or abs(float(again) - float(loss)) > tolerance:
-                raise ValueError(f"The model is random (dropout, or noise of its own). {EVAL_REMEDY}")
-            _check_buffers(objective, before, state)
+        if allow_nondeterministic:
+            return
+        again = objective.run(state, batch)[0]
+        drew = not torch.equal(random_state, _random_state(objective.device))
+        tolerance = torch.finfo(objective.dtype).eps ** 0.75 * abs(float(loss))
+        if drew or abs(float(again) - float(loss)) > tolerance:
+            raise ValueError(f"The model is random (dropout, or noise of its own). {EVAL_REMEDY}")
         if not objective.batch_statistics:
+            _check_buffers(before, state)
             _check_mean(objective, batch, float(loss))
 
 
@@ -95,9 +96,9 @@ def _check_batch_norm(objective: "Objective") -> None:
             )
 
 
-def _check_buffers(objective: "Objective", before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
+def _check_buffers(before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
     changed = [name for name, tensor in before.items() if not _equal(tensor, after[name])]
-    if changed and not objective.batch_statistics:
+    if changed:
         raise ValueError(f"The model changes its buffer {changed[0]!r} as it runs. {EVAL_REMEDY}")
 
 

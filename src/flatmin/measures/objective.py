@@ -29,7 +29,7 @@ from flatmin.measures.values import Totals, Value
 
 LossFn = Callable[[Any, Any], Tensor]
 
-NUM_PROBED_EXAMPLES = 4  # enough to see a model draw random numbers; small against any real pass
+NUM_PROBED_EXAMPLES = 2  # enough to see a model draw random numbers; small against any real pass
 
 
 class Objective:

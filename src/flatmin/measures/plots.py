@@ -80,7 +80,7 @@ def spectral_density(found: "SpectralDensity", sigma: float | None) -> "Figure":
 
 def bound(found: "Bound") -> "Figure":
     """Draw what adds up to the bound, and the range of the loss that it must stay below to say anything."""
-    figure, axes = _axes(6.4, 2.4)
+    figure, axes = _axes(6.4, 2.6)
     rise = found.sharp_loss - found.loss
     left = 0.0
     parts = [("loss", found.loss, BLUE), ("sharpness", rise, ORANGE), ("complexity", found.complexity, GREY)]
@@ -92,7 +92,7 @@ def bound(found: "Bound") -> "Figure":
     )
     verdict = "vacuous" if found.vacuous else "not vacuous"
     axes.set(yticks=[], ylim=(-0.4, 0.4), title=f"estimate of the bound: {found.total:.3g} ({verdict})")
-    figure.legend(loc="outside lower center", ncols=4, frameon=False)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
     return figure
 
 
@@ -111,6 +111,7 @@ def score(found: "Score") -> "Figure":
         label="score of a shuffled measure, 95 %",
     )
     axes.axhline(found.score, color=ORANGE, label=f"score {found.score:.3g}")
+    axes.tick_params(axis="x", labelrotation=60)
     axes.set(
         xlabel="hyperparameters conditioned on",
         ylabel="share of the gap's sign explained",
@@ -143,6 +144,7 @@ def landscape(found: "Landscape", kind: str, metric: str) -> "Figure":
             axes = figure.add_subplot(1, num, number + 1, projection="3d")
             image = axes.plot_surface(a, b, one, cmap="viridis", norm=norm, rcount=101, ccount=101, lw=0)
             axes.set_zlim(values.min(), values.max())
+            axes.tick_params(labelsize=7, pad=0)
         axes.set(xlabel=_direction(found, 1), ylabel=_direction(found, 2), title=label)
     bar = figure.colorbar(
         image, ax=figure.axes, label=metric, shrink=0.85 if kind == "contour" else 0.6, pad=0.04
