@@ -19,6 +19,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from benchmarks.harness import table
 from flatmin.measures import HessianOperator, m_sharpness, top_eigenvalues
 
 LOSS = nn.CrossEntropyLoss()
@@ -65,16 +66,16 @@ def problem(norm=True, num=256, steps=20):
     return model.eval(), x, y
 
 
-def medians(contenders, repeats):
+def medians(contenders, rounds, warm_up=1):
     """Run each in turn, and return the median CPU seconds of each."""
-    times = {name: [] for name in contenders}
-    for round_ in range(repeats + 1):
+    seconds = {name: [] for name in contenders}
+    for index in range(warm_up + rounds):
         for name, run in contenders.items():
             start = time.process_time()
             run()
-            if round_:  # the first round warms up
-                times[name].append(time.process_time() - start)
-    return {name: statistics.median(seconds) for name, seconds in times.items()}
+            if index >= warm_up:
+                seconds[name].append(time.process_time() - start)
+    return {name: statistics.median(taken) for name, taken in seconds.items()}
 
 
 def gradient(model, x, y):
@@ -120,10 +121,12 @@ def report_products(repeats, norm):
     model, x, y = problem(norm)
     seconds = medians(products(model, x, y), repeats)
     kind = "with" if norm else "without"
-    print(f"\nOne Hessian-vector product over one gradient, batch 256, {kind} batch norm")
-    for name, value in seconds.items():
-        goal = "  (to reach: at most 3.3)" if name == "flatmin, one batch" else ""
-        print(f"  {name:24} {value / seconds['gradient']:5.2f}{goal}")
+    rows = [
+        [name, f"{value / seconds['gradient']:.2f}", "at most 3.3" if name == "flatmin, one batch" and norm else ""]
+        for name, value in seconds.items()
+    ]
+    print(f"\nOne Hessian-vector product over one gradient, batch 256, {kind} batch norm\n")
+    print(table(["", "over one gradient", "to reach"], rows))
 
 
 def load_peers():
@@ -168,23 +171,29 @@ def top_five(model, x, y):
     return {"flatmin": flatmin_top} | {name: others[name] for name in peers}
 
 
-def report_top_five(repeats):
+def report_top_five():
     model, x, y = problem()
     contenders = top_five(model, x, y)
+    found = {}
+
+    def keeping(name, run):
+        def kept():
+            found[name] = run()
+
+        return kept
+
+    # One round, no warm-up: a run is dozens of products, and takes a minute or more.
+    seconds = medians({name: keeping(name, run) for name, run in contenders.items()}, rounds=1, warm_up=0)
     exact = HessianOperator(model, LOSS, [(x, y)])
-    print(
-        f"\nThe five largest eigenvalues to a residual of {TOL}: time over flatmin's, values, worst residual"
-    )
-    found = {name: run() for name, run in contenders.items()}
-    seconds = medians(contenders, repeats)
+    rows = []
     for name, (values, vectors) in found.items():
-        vectors = vectors.float()
-        residuals = (exact @ vectors - vectors * torch.tensor(values.copy()).float()).norm(dim=0)
-        worst = float((residuals / torch.tensor(np.abs(values).copy())).max())
-        goal = "" if name == "flatmin" else "  (to reach: at least 2)"
-        print(
-            f"  {name:24} {seconds[name] / seconds['flatmin']:5.2f}  {np.round(values, 3)}  {worst:.1e}{goal}"
-        )
+        values, vectors = torch.tensor(np.array(values)).float(), vectors.float()
+        residuals = (exact @ vectors - vectors * values).norm(dim=0) / values.abs()
+        goal = "" if name == "flatmin" else "at least 2"
+        printed = ", ".join(f"{value:.3f}" for value in values.tolist())
+        rows.append([name, f"{seconds[name] / seconds['flatmin']:.2f}", goal, printed, f"{float(residuals.max()):.0e}"])
+    print(f"\nThe five largest eigenvalues, batch 256, to a residual of {TOL:g}\n")
+    print(table(["", "time over flatmin's", "to reach", "eigenvalues", "worst residual"], rows))
 
 
 def report_sharpness(repeats):
@@ -203,19 +212,19 @@ def report_sharpness(repeats):
     contenders = {
         "its 16 gradients": gradients,
         "16 losses": losses,
-        "m-sharpness": lambda: m_sharpness(model, LOSS, [(x, y)], m=m),
+        "flatmin": lambda: m_sharpness(model, LOSS, [(x, y)], m=m),
     }
     seconds = medians(contenders, repeats)
-    print(f"\nm-sharpness of 256 examples with m = {m}, over its gradients")
-    for name, value in seconds.items():
-        goal = "  (to reach: at most 1.3)" if name == "m-sharpness" else ""
-        print(f"  {name:24} {value / seconds['its 16 gradients']:5.2f}{goal}")
+    rows = [
+        [name, f"{value / seconds['its 16 gradients']:.2f}", "at most 1.3" if name == "flatmin" else ""]
+        for name, value in seconds.items()
+    ]
+    print(f"\nm-sharpness of 256 examples with m = {m}\n")
+    print(table(["", "over its gradients", "to reach"], rows))
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)  # the CPU time of several threads adds up
@@ -225,7 +234,7 @@ def main(arguments: list[str] | None = None) -> None:
     report_sharpness(options.repeats)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the peers' own
-        report_top_five(max(options.repeats // 2, 1))
+        report_top_five()
 
 
 if __name__ == "__main__":

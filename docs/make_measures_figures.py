@@ -162,9 +162,7 @@ def draw_spectra(models, batches):
         grid = np.linspace(density.nodes[0] - 1, density.nodes[-1] + 1, 1500)
         right.plot(grid, density.density(grid, 0.15), color=COLOURS[name], lw=1.2, label=name)
     left.set(xlabel="i", ylabel=r"eigenvalue $\lambda_i$", title="the five largest eigenvalues")
-    right.set(
-        xlabel="eigenvalue", ylabel="density", yscale="log", ylim=(1e-6, 10), title="the whole spectrum"
-    )
+    right.set(xlabel="eigenvalue", ylabel="density", yscale="log", ylim=(1e-6, 10), title="the whole spectrum")
     for axes in (left, right):
         axes.legend(frameon=False)
     return figure
@@ -198,16 +196,12 @@ def draw_score(data, work):
         path.write_text(json.dumps(rows))
     sharp, gap = zip(*json.loads(path.read_text()), strict=True)
     found = predictive_power(sharp, gap, grid)
-    print(
-        f"score {found.score:.3f}, null {found.null_low:.3f} to {found.null_high:.3f}, tau {found.kendall_tau:.2f}"
-    )
+    print(f"score {found.score:.3f}, null {found.null_low:.3f} to {found.null_high:.3f}, tau {found.kendall_tau:.2f}")
     return found.plot()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path, help="the folder with the four gzipped IDX files of Fashion-MNIST")
     parser.add_argument("--images", type=Path, default=Path("docs/images"))
     parser.add_argument("--work", type=Path, default=Path("runs/measures"))

@@ -35,9 +35,7 @@ def test_the_cosine_on_a_quadratic_by_hand():
     v = A @ (w + 0.5 * unit) + b
     exact = v + A @ (0.5 / g.norm() * (v - unit * (unit @ v)))
     expected = float(v @ exact / (v.norm() * exact.norm()))
-    assert sam_update_cosine(model, mean_output, whole(data)[0], rho=0.5) == pytest.approx(
-        expected, rel=1e-12
-    )
+    assert sam_update_cosine(model, mean_output, whole(data)[0], rho=0.5) == pytest.approx(expected, rel=1e-12)
 
 
 def test_without_a_radius_the_updates_are_the_same():

@@ -84,9 +84,7 @@ def test_a_weight_without_curvature_or_without_use_has_zero_rows():
     class Partly(nn.Module):
         def __init__(self):
             super().__init__()
-            self.used, self.linear, self.unused = (
-                nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(3)
-            )
+            self.used, self.linear, self.unused = (nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(3))
 
         def forward(self, x):
             return x * (self.used**2).sum() + x * self.linear.sum()
@@ -97,9 +95,7 @@ def test_a_weight_without_curvature_or_without_use_has_zero_rows():
         expected = torch.diag(torch.tensor([2.0, 2.0, 0.0, 0.0, 0.0, 0.0], dtype=torch.float64))
         torch.testing.assert_close(op @ torch.eye(6, dtype=torch.float64), expected)
         only = HessianOperator(Partly(), mean_output, batches, params=["linear"])
-        torch.testing.assert_close(
-            only @ torch.ones(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
-        )
+        torch.testing.assert_close(only @ torch.ones(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64))
 
 
 def test_tied_weights_count_once():

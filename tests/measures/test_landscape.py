@@ -141,9 +141,7 @@ def test_batch_norm_uses_its_running_statistics_or_each_batchs_own_by_choice():
         model.train()
         expected = sum(float(loss_fn(model(x), y)) * len(x) for x, y in data) / 10
         assert batch.loss[1] == pytest.approx(expected, rel=1e-12)
-    assert not torch.equal(
-        before, model.state_dict()["1.running_mean"]
-    )  # the reference changed it, not the measure
+    assert not torch.equal(before, model.state_dict()["1.running_mean"])  # the reference changed it, not the measure
 
 
 def test_params_leaves_all_other_weights_where_they_are():
@@ -351,9 +349,7 @@ def test_models_of_different_shapes_are_refused():
 
 def test_a_loss_that_is_not_finite_at_the_model_is_refused():
     model = Quadratic(torch.full((2,), math.nan, dtype=torch.float64))
-    data = [
-        ((torch.eye(2, dtype=torch.float64)[None], torch.zeros(1, 2, dtype=torch.float64)), torch.zeros(1))
-    ]
+    data = [((torch.eye(2, dtype=torch.float64)[None], torch.zeros(1, 2, dtype=torch.float64)), torch.zeros(1))]
     with pytest.raises(ValueError, match="The loss is nan"):
         loss_landscape(model, mean_output, data, dims=1, points=3)
 

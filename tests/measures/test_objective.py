@@ -50,9 +50,7 @@ def network(seed=0):
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002
-    model = nn.Sequential(
-        nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, 3)
-    ).double()
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, 3)).double()
     model(torch.randn(8, 4, dtype=torch.float64)).sum().backward()
     model[4].bias.requires_grad_(False)
     model.eval()
@@ -283,15 +281,11 @@ def test_data_that_shrinks_after_the_first_pass_is_refused():
 def test_ragged_batches_give_the_loss_and_gradient_of_the_whole():
     model, loss_fn, data = tanh_network()
     ragged, all_at_once = Objective(model, loss_fn, data), Objective(model, loss_fn, whole(data))
-    (value, grads), (expected, expected_grads) = (
-        o.gradient(o.weights(), error=True) for o in (ragged, all_at_once)
-    )
+    (value, grads), (expected, expected_grads) = (o.gradient(o.weights(), error=True) for o in (ragged, all_at_once))
     assert value.loss == pytest.approx(expected.loss, rel=1e-12)
     assert value.error == expected.error
     torch.testing.assert_close(grads, expected_grads, rtol=1e-12, atol=1e-14)
-    reference = torch.autograd.grad(
-        loss_fn(model(whole(data)[0][0]), whole(data)[0][1]), list(model.parameters())
-    )
+    reference = torch.autograd.grad(loss_fn(model(whole(data)[0][0]), whole(data)[0][1]), list(model.parameters()))
     flat = torch.cat([g.flatten() for g in reference])
     torch.testing.assert_close(grads, flat, rtol=1e-12, atol=1e-14)
     with torch.no_grad():
@@ -332,8 +326,7 @@ def test_images_are_laid_out_for_speed_only_where_the_model_does_not_mind(flatte
     wide = Viewing(flatten).double()
     assert not Objective(wide, nn.CrossEntropyLoss(), [(x.double(), y)]).channels_last
     found, exact = (
-        m_sharpness(m, nn.CrossEntropyLoss(), [(data, y)]).mean
-        for m, data in ((model, x), (wide, x.double()))
+        m_sharpness(m, nn.CrossEntropyLoss(), [(data, y)]).mean for m, data in ((model, x), (wide, x.double()))
     )
     assert found == pytest.approx(exact, rel=1e-3)
 

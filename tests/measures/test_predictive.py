@@ -22,8 +22,7 @@ def conditional(measure, gap, hyperparameters, chosen):
         key = tuple((hyperparameters[i][c], hyperparameters[j][c]) for c in chosen)
         cells.setdefault(key, []).append((measure[i] > measure[j], gap[i] > gap[j]))
     information = [
-        entropy([a for a, _ in pairs]) + entropy([b for _, b in pairs]) - entropy(pairs)
-        for pairs in cells.values()
+        entropy([a for a, _ in pairs]) + entropy([b for _, b in pairs]) - entropy(pairs) for pairs in cells.values()
     ]
     uncertainty = [entropy([b for _, b in pairs]) for pairs in cells.values()]
     return np.mean(information) / np.mean(uncertainty)

@@ -61,9 +61,7 @@ def test_one_step_keeps_a_negative_sign():
 def test_several_steps_keep_zero_when_every_visited_point_is_lower():
     """At the top of a concave quadratic, off by 1e-3, steps of 1 lead only downwards."""
     model = Quadratic(torch.tensor([1e-3, 0.0], dtype=torch.float64))
-    data = [
-        ((-torch.eye(2, dtype=torch.float64)[None], torch.zeros(1, 2, dtype=torch.float64)), torch.zeros(1))
-    ]
+    data = [((-torch.eye(2, dtype=torch.float64)[None], torch.zeros(1, 2, dtype=torch.float64)), torch.zeros(1))]
     assert m_sharpness(model, mean_output, data, rho=1.0, steps=3).mean == 0.0
     assert m_sharpness(model, mean_output, data, rho=1.0, steps=1).mean < 0.0
 
@@ -83,9 +81,7 @@ def test_several_steps_in_l_inf_reach_the_best_corner():
     A, b = A.mean(0), b.mean(0)
     corners = [0.4 * torch.tensor(c, dtype=torch.float64) for c in itertools.product((-1.0, 1.0), repeat=6)]
     best = max(rise(A, b, w, corner) for corner in corners)
-    assert m_sharpness(model, mean_output, data, rho=0.4, p=math.inf, steps=20).mean == pytest.approx(
-        best, rel=1e-12
-    )
+    assert m_sharpness(model, mean_output, data, rho=0.4, p=math.inf, steps=20).mean == pytest.approx(best, rel=1e-12)
 
 
 def test_several_steps_stay_in_the_ball():
@@ -193,9 +189,7 @@ def test_params_restricts_the_perturbation():
     g = A @ w + b
     g[3:] = 0.0
     expected = rise(A, b, w, 0.3 * g / g.norm())
-    assert m_sharpness(model, mean_output, data, rho=0.3, params=[model.first]).mean == pytest.approx(
-        expected
-    )
+    assert m_sharpness(model, mean_output, data, rho=0.3, params=[model.first]).mean == pytest.approx(expected)
     assert m_sharpness(model, mean_output, data, rho=0.3, params=["first"]).mean == pytest.approx(expected)
 
 
@@ -243,7 +237,7 @@ def test_dictionaries_and_tuples_of_inputs_are_sliced():
         ({"steps": 0}, ValueError, "steps must be at least 1, got 0"),
         ({"chunk_size": 0}, ValueError, "chunk_size must be at least 1, got 0"),
         ({"metric": "accuracy"}, ValueError, 'metric must be "loss" or "error", got \'accuracy\''),
-        ({"adaptive": -0.5}, ValueError, "adaptive must be finite and not negative, got -0.5"),
+        ({"adaptive": -0.5}, ValueError, "adaptive, as ASAM's eta, must be finite and not negative, got -0.5"),
         ({"params": []}, ValueError, "params is empty"),
         ({"params": ["no"]}, ValueError, "params holds 'no', which is not a parameter of the model"),
         ({"params": "0.weight"}, TypeError, "params must be an iterable"),

@@ -57,20 +57,14 @@ def check_data(data: Any) -> None:
 def check_batch(batch: Any) -> int:
     """Return the number of examples of a batch, or raise if it is not (inputs, targets) of one length."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
-        got = (
-            f"{type(batch).__name__} of length {len(batch)}"
-            if hasattr(batch, "__len__")
-            else type(batch).__name__
-        )
+        got = f"{type(batch).__name__} of length {len(batch)}" if hasattr(batch, "__len__") else type(batch).__name__
         raise TypeError(f"data must yield batches (inputs, targets), got a {got}.")
     tensors = leaves(batch)
     if not tensors or any(t.ndim == 0 for t in tensors):
         raise TypeError("data must yield tensors with the examples along dimension 0, got a batch without.")
     sizes = {len(t) for t in tensors}
     if len(sizes) > 1:
-        raise ValueError(
-            f"Every tensor of a batch must hold the same number of examples, got {sorted(sizes)}."
-        )
+        raise ValueError(f"Every tensor of a batch must hold the same number of examples, got {sorted(sizes)}.")
     return sizes.pop()
 
 
@@ -145,9 +139,7 @@ def _same(a: list[Tensor], b: list[Tensor]) -> bool:
 def rng_kept(data: object = None) -> Iterator[None]:
     """Leave every global random state (torch, CUDA, numpy, random), and those of a loader, as it was."""
     owners = (data, getattr(data, "sampler", None))
-    generators = [
-        g for g in (getattr(o, "generator", None) for o in owners) if isinstance(g, torch.Generator)
-    ]
+    generators = [g for g in (getattr(o, "generator", None) for o in owners) if isinstance(g, torch.Generator)]
     own = [g.get_state() for g in generators]
     cpu, python, numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
     # Asking for the state of a GPU that nobody used yet would start CUDA.

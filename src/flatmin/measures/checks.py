@@ -123,9 +123,7 @@ def _check_mean(objective: "Objective", batch: Batch, whole: float) -> None:
     mean = (half * first + (num - half) * second) / num
     scale = max(abs(whole), abs(first), abs(second))
     if abs(whole - (first + second)) < 1e-3 * scale and abs(whole - mean) > 0.1 * scale:
-        raise ValueError(
-            "loss_fn must return the mean over the batch, but it returns a sum: use reduction='mean'."
-        )
+        raise ValueError("loss_fn must return the mean over the batch, but it returns a sum: use reduction='mean'.")
 
 
 def _random_state(device: torch.device) -> Tensor:

@@ -1,13 +1,13 @@
 r"""How much SAM's update changes when its second-order term is kept (Appendix C.4)."""
 
 import math
-from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flatmin.core.perturbation import ascent_step, check_rho
+from flatmin.core.arguments import check_rho
+from flatmin.core.gradient import sam_gradient
 from flatmin.measures.batches import Batch, rng_kept
 from flatmin.measures.objective import LossFn, Objective
 from flatmin.measures.parameters import Params, flatten
@@ -49,47 +49,18 @@ def sam_update_cosine(
         1.0
     """
     check_rho(rho)
-    objective = Objective(
-        model, loss_fn, [batch], params=params, allow_nondeterministic=allow_nondeterministic
-    )
+    objective = Objective(model, loss_fn, [batch], params=params, allow_nondeterministic=allow_nondeterministic)
 
-    def loss(weights: Sequence[Tensor]) -> Tensor:
-        with rng_kept():
-            return objective.loss(weights, batch)
+    def loss(weights: list[Tensor]) -> Tensor:
+        return objective.loss(weights, batch)
 
+    # Fused attention has no second derivative.
     with rng_kept(), sdpa_kernel(SDPBackend.MATH):
-        first, second = _updates(loss, objective.weights(), rho)
+        first, second = (
+            sam_gradient(loss, objective.weights(), rho=rho, second_order=exact).grads for exact in (False, True)
+        )
     a, b = flatten(first, torch.float64), flatten(second, torch.float64)
     lengths = float(a.norm()), float(b.norm())
     if not all(math.isfinite(length) and length > 0 for length in lengths):
-        raise ValueError(
-            f"An update has no direction: the norms of the two are {lengths[0]:g} and {lengths[1]:g}."
-        )
+        raise ValueError(f"An update has no direction: the norms of the two are {lengths[0]:g} and {lengths[1]:g}.")
     return max(-1.0, min(1.0, float(a @ b) / (lengths[0] * lengths[1])))
-
-
-def _updates(
-    loss: Callable[[Sequence[Tensor]], Tensor], weights: list[Tensor], rho: float
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Return SAM's gradient without and with its second-order term."""
-
-    def gradient(at: Sequence[Tensor], graph: bool) -> tuple[list[Tensor], Sequence[Tensor]]:
-        leaves = [w.detach().requires_grad_() for w in at]
-        with torch.enable_grad():
-            return leaves, torch.autograd.grad(
-                loss(leaves), leaves, create_graph=graph, materialize_grads=True
-            )
-
-    leaves, g = gradient(weights, True)
-    unit = ascent_step([t.detach() for t in g], rho=1.0)
-    v = gradient([w + rho * d for w, d in zip(weights, unit, strict=True)], False)[1]
-    size = math.sqrt(sum(float(t.detach().double().square().sum()) for t in g))
-    along = sum(float((d * t).sum()) for d, t in zip(unit, v, strict=True))
-    scale = rho / size if size > 0 else 0.0
-    u = [scale * (t - along * d) for d, t in zip(unit, v, strict=True)]
-    pairs = [(t, x) for t, x in zip(g, u, strict=True) if t.requires_grad]
-    if not pairs:
-        return list(v), list(v)
-    outputs, vectors = zip(*pairs, strict=True)
-    term = torch.autograd.grad(outputs, leaves, vectors, materialize_grads=True)
-    return list(v), [t + h for t, h in zip(v, term, strict=True)]

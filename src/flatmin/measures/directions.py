@@ -40,9 +40,7 @@ def _normalised(direction: Tensor, weight: Tensor, move_1d: bool) -> Tensor:
         return torch.zeros_like(weight)
     filters = (1, -1) if weight.ndim <= 1 else (len(weight), -1)
     d, w = direction.reshape(filters), weight.reshape(filters)
-    ratio = torch.linalg.vector_norm(w, dim=1, keepdim=True) / torch.linalg.vector_norm(
-        d, dim=1, keepdim=True
-    )
+    ratio = torch.linalg.vector_norm(w, dim=1, keepdim=True) / torch.linalg.vector_norm(d, dim=1, keepdim=True)
     return torch.reshape(d * ratio, weight.shape)
 
 

@@ -86,9 +86,7 @@ class HessianOperator:
         """Return the product with a vector (dim,), or with the columns of a matrix (dim, k)."""
         if not isinstance(v, Tensor) or v.ndim not in (1, 2) or len(v) != self.dim:
             shape = tuple(v.shape) if isinstance(v, Tensor) else type(v).__name__
-            raise ValueError(
-                f"The Hessian has products with tensors ({self.dim},) or ({self.dim}, k), got {shape}."
-            )
+            raise ValueError(f"The Hessian has products with tensors ({self.dim},) or ({self.dim}, k), got {shape}.")
         if v.ndim == 2:
             return torch.stack([self @ column for column in v.unbind(1)], dim=1)
         objective = self._objective

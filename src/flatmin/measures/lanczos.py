@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from scipy.linalg import eigh_tridiagonal
+from scipy.linalg import eigh_tridiagonal  # type: ignore[import-untyped]
 from torch import Tensor
 
 ROUNDING = 100.0  # what lies below this many epsilons of the largest number seen is taken for rounding
@@ -76,9 +76,7 @@ class Krylov:
         w = self._orthogonalised(w)
         beta = float(torch.linalg.vector_norm(w))
         if not (math.isfinite(alpha) and math.isfinite(beta)):
-            raise ValueError(
-                f"The Hessian-vector product is not finite (step {j + 1}): there is no spectrum."
-            )
+            raise ValueError(f"The Hessian-vector product is not finite (step {j + 1}): there is no spectrum.")
         self.betas.append(beta)
         if beta <= self.rounding or j + 1 == self.op.dim:
             self.betas[-1] = 0.0

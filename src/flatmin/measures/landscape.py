@@ -250,9 +250,7 @@ def _named(
 ) -> tuple[dict[str, nn.Module], bool]:
     if isinstance(models, nn.Module):
         return {"model": models}, False
-    named = (
-        dict(models) if isinstance(models, Mapping) else {f"model {i}": m for i, m in enumerate(models, 1)}
-    )
+    named = dict(models) if isinstance(models, Mapping) else {f"model {i}": m for i, m in enumerate(models, 1)}
     if not named:
         raise ValueError("models is empty: pass a module, or several.")
     return named, True
@@ -297,9 +295,7 @@ def _check_settings(dims: int, span: float, points: int, directions: str, batch_
     if not (span > 0 and math.isfinite(span)):
         raise ValueError(f"span must be positive and finite, got {span!r}.")
     if not isinstance(points, int) or points < 3 or points % 2 == 0:
-        raise ValueError(
-            f"points must be an odd number from 3 on, so that the model is on the grid; got {points!r}."
-        )
+        raise ValueError(f"points must be an odd number from 3 on, so that the model is on the grid; got {points!r}.")
     if directions not in ("random", "hessian"):
         raise ValueError(f'directions must be "random" or "hessian", got {directions!r}.')
     if batch_norm not in ("running", "batch"):

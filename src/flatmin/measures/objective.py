@@ -84,9 +84,7 @@ class Objective:
             self.num_local, self.num_batches = self._agree(lambda: self._inspect(allow_nondeterministic))
         self.num_examples = int(self.reduced(torch.tensor(float(self.num_local), device=self.device)))
         if self.num_examples == 0:
-            raise ValueError(
-                "data is empty: it yields no example. A generator that was used up yields none either."
-            )
+            raise ValueError("data is empty: it yields no example. A generator that was used up yields none either.")
 
     def _inspect(self, allow_nondeterministic: bool) -> tuple[int, int]:
         """Check the data and the model, and count the examples and batches of this rank."""
@@ -205,11 +203,7 @@ class Objective:
             if self.group is None:
                 raise
             failure = error
-        failures = [
-            f"rank {rank}: {text}"
-            for rank, text in enumerate(self.gathered(failure and str(failure)))
-            if text
-        ]
+        failures = [f"rank {rank}: {text}" for rank, text in enumerate(self.gathered(failure and str(failure))) if text]
         if failures:
             raise ValueError("; ".join(failures)) from failure
         return found
@@ -233,11 +227,7 @@ class _batch_statistics:  # noqa: N801 (a context manager, used like a function)
 
 def suits_channels_last(model: nn.Module, device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether convolutions are faster on images laid out with the channels last: a third, on a CPU."""
-    return (
-        device.type == "cpu"
-        and dtype == torch.float32
-        and any(isinstance(m, nn.Conv2d) for m in model.modules())
-    )
+    return device.type == "cpu" and dtype == torch.float32 and any(isinstance(m, nn.Conv2d) for m in model.modules())
 
 
 def _channels_last(tensor: Tensor) -> Tensor:

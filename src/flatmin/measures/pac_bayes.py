@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import torch.distributed as dist
 from torch import nn
 
-from flatmin.core.perturbation import check_rho
+from flatmin.core.arguments import check_rho
 from flatmin.measures import plots
 from flatmin.measures.batches import Batch
 from flatmin.measures.objective import LossFn, Objective
@@ -57,9 +57,7 @@ class Bound:
     weight_norm: float
 
     def __str__(self) -> str:
-        verdict = (
-            f"vacuous: above the range of the loss, {self.loss_range:g}" if self.vacuous else "not vacuous"
-        )
+        verdict = f"vacuous: above the range of the loss, {self.loss_range:g}" if self.vacuous else "not vacuous"
         return (
             f"estimate of the bound: {self.total:.4g} = {self.sharp_loss:.4g} (sharp loss) + "
             f"{self.complexity:.4g} "
@@ -131,17 +129,11 @@ def pac_bayes_bound(
     if check_rho(rho) == 0:
         raise ValueError("rho must be positive, got 0: the bound divides by it.")
     if not 0 < delta < 1:
-        raise ValueError(
-            f"delta must be in (0, 1), got {delta!r}: the bound holds with probability 1 - delta."
-        )
+        raise ValueError(f"delta must be in (0, 1), got {delta!r}: the bound holds with probability 1 - delta.")
     if not (loss_range > 0 and math.isfinite(loss_range)):
-        raise ValueError(
-            f"loss_range must be positive and finite, got {loss_range!r}. Clip the loss to a known range."
-        )
+        raise ValueError(f"loss_range must be positive and finite, got {loss_range!r}. Clip the loss to a known range.")
     if metric == "error" and loss_range != 1:
-        raise ValueError(
-            f"loss_range must be 1 with metric='error', the range of an error rate; got {loss_range!r}."
-        )
+        raise ValueError(f"loss_range must be 1 with metric='error', the range of an error rate; got {loss_range!r}.")
     objective = Objective(
         model, loss_fn, data, params=params, group=group, allow_nondeterministic=allow_nondeterministic
     )
@@ -167,9 +159,7 @@ def pac_bayes_bound(
     return Bound(loss, sharp_loss, *terms, complexity, total, total > loss_range, loss_range, n, k, norm)
 
 
-def complexity_terms(
-    *, n: int, k: int, weight_norm: float, rho: float, delta: float
-) -> tuple[float, float, float]:
+def complexity_terms(*, n: int, k: int, weight_norm: float, rho: float, delta: float) -> tuple[float, float, float]:
     r"""Return the three terms under the root: of the weights, the confidence, and the union over priors.
 
     Example:

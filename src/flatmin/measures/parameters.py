@@ -18,18 +18,14 @@ def parameter_names(model: nn.Module, params: Params | None) -> list[str]:
             raise ValueError("model has no parameter that requires a gradient. Choose weights with params=.")
         return names
     if isinstance(params, str | Tensor):
-        raise TypeError(
-            f"params must be an iterable of parameters or names, got a {type(params).__name__}: use [it]."
-        )
+        raise TypeError(f"params must be an iterable of parameters or names, got a {type(params).__name__}: use [it].")
     by_id = {id(p): name for name, p in named.items()}
     chosen = set()
     for choice in params:
         name = choice if isinstance(choice, str) else by_id.get(id(choice))
         if name not in named:
             what = repr(choice) if isinstance(choice, str) else f"a {type(choice).__name__}"
-            raise ValueError(
-                f"params holds {what}, which is not a parameter of the model; its names: {list(named)}."
-            )
+            raise ValueError(f"params holds {what}, which is not a parameter of the model; its names: {list(named)}.")
         chosen.add(name)
     if not chosen:
         raise ValueError("params is empty: there is nothing to measure. Leave it None for all weights.")
@@ -41,9 +37,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        raise TypeError(
-            f"model is wrapped in {type(model).__name__}: pass model.module, and group= for sharded data."
-        )
+        raise TypeError(f"model is wrapped in {type(model).__name__}: pass model.module, and group= for sharded data.")
     inner = getattr(model, "_orig_mod", model)
     return inner if isinstance(inner, nn.Module) else model
 

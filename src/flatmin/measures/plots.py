@@ -87,9 +87,7 @@ def bound(found: "Bound") -> "Figure":
     for name, width, color in parts:
         axes.barh(0, width, left=left, color=color, height=0.5, label=f"{name} {width:.3g}")
         left += width
-    axes.axvline(
-        found.loss_range, color="black", ls="--", lw=1, label=f"range of the loss {found.loss_range:g}"
-    )
+    axes.axvline(found.loss_range, color="black", ls="--", lw=1, label=f"range of the loss {found.loss_range:g}")
     verdict = "vacuous" if found.vacuous else "not vacuous"
     axes.set(yticks=[], ylim=(-0.4, 0.4), title=f"estimate of the bound: {found.total:.3g} ({verdict})")
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
@@ -146,9 +144,7 @@ def landscape(found: "Landscape", kind: str, metric: str) -> "Figure":
             axes.set_zlim(values.min(), values.max())
             axes.tick_params(labelsize=7, pad=0)
         axes.set(xlabel=_direction(found, 1), ylabel=_direction(found, 2), title=label)
-    bar = figure.colorbar(
-        image, ax=figure.axes, label=metric, shrink=0.85 if kind == "contour" else 0.6, pad=0.04
-    )
+    bar = figure.colorbar(image, ax=figure.axes, label=metric, shrink=0.85 if kind == "contour" else 0.6, pad=0.04)
     bar.set_ticks(levels[::6].tolist(), labels=[f"{level:.3g}" for level in levels[::6]])
     bar.minorticks_off()
     return figure
@@ -157,15 +153,13 @@ def landscape(found: "Landscape", kind: str, metric: str) -> "Figure":
 def landscape_page(found: "Landscape", path: str | os.PathLike[str], metric: str) -> None:
     """Write a page with one surface for each model, to turn in a browser."""
     try:
-        from plotly import graph_objects
-        from plotly.subplots import make_subplots
+        from plotly import graph_objects  # type: ignore[import-untyped]
+        from plotly.subplots import make_subplots  # type: ignore[import-untyped]
     except ImportError as error:
         raise ImportError('Pages with 3-D surfaces need plotly: pip install "flatmin[lab]".') from error
     values = _per_model(found, metric)
     if values.ndim == 2:
-        raise ValueError(
-            "save_html needs a 2-D landscape, got a 1-D one: measure it with dims=2, or use plot()."
-        )
+        raise ValueError("save_html needs a 2-D landscape, got a 1-D one: measure it with dims=2, or use plot().")
     scenes = [[{"type": "surface"}] * len(values)]
     page = make_subplots(rows=1, cols=len(values), specs=scenes, subplot_titles=found.labels)
     axis = {
@@ -175,9 +169,7 @@ def landscape_page(found: "Landscape", path: str | os.PathLike[str], metric: str
     }
     for number, one in enumerate(values, 1):
         # plotly wants z[j][i] at (x[i], y[j]).
-        surface = graph_objects.Surface(
-            x=found.coordinates, y=found.coordinates, z=one.T, coloraxis="coloraxis"
-        )
+        surface = graph_objects.Surface(x=found.coordinates, y=found.coordinates, z=one.T, coloraxis="coloraxis")
         page.add_trace(surface, row=1, col=number)
         page.update_layout({f"scene{number}": axis})
     page.update_layout(coloraxis={"colorscale": "Viridis", "colorbar": {"title": metric}})

@@ -55,9 +55,7 @@ class PointCache:
         except ValueError:
             found = None
         if not isinstance(found, dict) or found.get("format") != FORMAT:
-            raise ValueError(
-                f"{self.path} is not a landscape's cache; it was not changed. Choose another file."
-            )
+            raise ValueError(f"{self.path} is not a landscape's cache; it was not changed. Choose another file.")
         other = [key for key in self._header if found.get(key) != self._header[key]]
         if other:
             raise ValueError(

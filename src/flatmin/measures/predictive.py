@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from scipy.stats import kendalltau
+from scipy.stats import kendalltau  # type: ignore[import-untyped]
 
 from flatmin.measures import plots
 
@@ -89,9 +89,7 @@ def predictive_power(
     mu, g = np.asarray(measure, dtype=float), np.asarray(gap, dtype=float)
     cells = _check(mu, g, hyperparameters, permutations)
     per_set = {chosen: _information(mu, g, cell) for chosen, cell in cells.items()}
-    scored = [
-        chosen for chosen in cells if len(chosen) == max(map(len, cells)) and not math.isnan(per_set[chosen])
-    ]
+    scored = [chosen for chosen in cells if len(chosen) == max(map(len, cells)) and not math.isnan(per_set[chosen])]
     if not scored:
         raise ValueError(
             "hyperparameters leave nothing to predict: no two models share the values of two of them. "
@@ -113,9 +111,7 @@ def _information(mu: np.ndarray, g: np.ndarray, cell: np.ndarray) -> float:
     joint = counts / counts.sum(axis=(1, 2), keepdims=True)
     of_gap, of_measure = joint.sum(axis=2), joint.sum(axis=1)
     entropy_gap = float(_entropy(of_gap).mean())
-    information = entropy_gap + float(
-        _entropy(of_measure).mean() - _entropy(joint.reshape(num_cells, 4)).mean()
-    )
+    information = entropy_gap + float(_entropy(of_measure).mean() - _entropy(joint.reshape(num_cells, 4)).mean())
     return information / entropy_gap if entropy_gap > 0 else math.nan
 
 
@@ -151,8 +147,6 @@ def _check(
     for size in range(min(num, 2) + 1):
         for chosen in itertools.combinations(range(num), size):
             kinds: dict[tuple[Hashable, ...], int] = {}
-            label = np.array(
-                [kinds.setdefault(tuple(h[i] for i in chosen), len(kinds)) for h in hyperparameters]
-            )
+            label = np.array([kinds.setdefault(tuple(h[i] for i in chosen), len(kinds)) for h in hyperparameters])
             cells[chosen] = label[:, None] * len(kinds) + label
     return cells

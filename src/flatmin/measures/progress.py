@@ -35,9 +35,7 @@ class Progress:
             return
         self._next = now + (0.2 if self._terminal else 10.0)
         left = (now - self._start) / (self._done - self._before) * (self._total - self._done)
-        line = (
-            f"{self._label}: {self._done}/{self._total} ({self._done / self._total:.0%}), {clock(left)} left"
-        )
+        line = f"{self._label}: {self._done}/{self._total} ({self._done / self._total:.0%}), {clock(left)} left"
         self._stream.write(f"\r{line}\033[K" if self._terminal else f"{line}\n")
         if finished and self._terminal:
             self._stream.write("\n")

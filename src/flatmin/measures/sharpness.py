@@ -9,7 +9,8 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flatmin.core.perturbation import adaptive_scale, ascent_step, check_p, check_rho, project_
+from flatmin.core.arguments import check_adaptive, check_p, check_rho
+from flatmin.core.perturbation import adaptive_scale, ascent_step, project_
 from flatmin.measures import plots
 from flatmin.measures.batches import Batch, rng_kept, subsets
 from flatmin.measures.checks import check_count, check_finite, check_metric
@@ -19,8 +20,6 @@ from flatmin.measures.values import Value
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-DEFAULT_ETA = 0.01  # of ASAM, where adaptive=True
 
 
 @dataclass(frozen=True)
@@ -117,12 +116,10 @@ def m_sharpness(
         1.625
     """
     rho, p = check_rho(rho), check_p(p)
-    eta = _check_eta(adaptive)
+    eta = check_adaptive(adaptive)
     check_count("steps", steps)
     if steps > 1 and p not in (1.0, 2.0, math.inf):
-        raise ValueError(
-            f"p must be 1, 2 or inf with several steps, got {p}: there is no projection for others."
-        )
+        raise ValueError(f"p must be 1, 2 or inf with several steps, got {p}: there is no projection for others.")
     if chunk_size is not None:
         check_count("chunk_size", chunk_size)
     check_metric(metric)
@@ -208,20 +205,12 @@ def _summary(found: list[tuple[float, Value]], *, rho: float, m: int, p: float, 
     return Sharpness(mean, math.sqrt(variance), per_subset, sizes, value, rho, m, p, metric)
 
 
-def _check_eta(adaptive: bool | float) -> float | None:
-    if isinstance(adaptive, bool):
-        return DEFAULT_ETA if adaptive else None
-    return check_rho(adaptive, "adaptive")
-
-
 def _check_m(objective: Objective, m: int | None) -> int:
     n = objective.num_examples
     if m is None or m == n:
         return n
     if m > n:
-        raise ValueError(
-            f"m must be at most the number of examples, {n}, got {m}. Leave m None for all of them."
-        )
+        raise ValueError(f"m must be at most the number of examples, {n}, got {m}. Leave m None for all of them.")
     smallest = min(objective.gathered(objective.num_local))
     if m > smallest:
         raise ValueError(

@@ -39,9 +39,7 @@ class Eigenvalues:
         r"""Return :math:`\lambda_{first} / \lambda_{second}`, counted from 1, as in the paper."""
         for name, index in (("first", first), ("second", second)):
             if not 1 <= index <= len(self.values):
-                raise ValueError(
-                    f"{name} must be in 1..{len(self.values)} (eigenvalues count from 1), got {index}."
-                )
+                raise ValueError(f"{name} must be in 1..{len(self.values)} (eigenvalues count from 1), got {index}.")
         return float(self.values[first - 1] / self.values[second - 1])
 
     def plot(self) -> "Figure":
@@ -49,9 +47,7 @@ class Eigenvalues:
         return plots.eigenvalues(self)
 
 
-def top_eigenvalues(
-    op: Operator, k: int = 5, *, tol: float = 1e-3, max_iter: int = 200, seed: int = 0
-) -> Eigenvalues:
+def top_eigenvalues(op: Operator, k: int = 5, *, tol: float = 1e-3, max_iter: int = 200, seed: int = 0) -> Eigenvalues:
     r"""Return the k largest eigenvalues, by Lanczos' method with two-pass reorthogonalisation.
 
     It stops as soon as every residual :math:`\lVert H v - \lambda v \rVert` is at most
@@ -88,9 +84,7 @@ def top_eigenvalues(
     if k > op.dim:
         raise ValueError(f"k must be at most the number of weights, {op.dim}, got {k}.")
     if max_iter < k:
-        raise ValueError(
-            f"max_iter must be at least k = {k}: every eigenvalue takes a product, got {max_iter}."
-        )
+        raise ValueError(f"max_iter must be at least k = {k}: every eigenvalue takes a product, got {max_iter}.")
     if not tol > 0:
         raise ValueError(f"tol must be positive, got {tol!r}; 1e-3 is the default.")
     generator = torch.Generator().manual_seed(seed)

@@ -46,9 +46,7 @@ def error_rate(outputs: Any, targets: Any) -> float:
         0.5
     """
     if isinstance(outputs, Tensor) and isinstance(targets, Tensor) and outputs.ndim >= 2:
-        labels = (
-            targets.argmax(1) if targets.is_floating_point() and targets.shape == outputs.shape else targets
-        )
+        labels = targets.argmax(1) if targets.is_floating_point() and targets.shape == outputs.shape else targets
         predicted = outputs.argmax(1)
         if labels.shape == predicted.shape and not labels.is_floating_point():
             return int((predicted != labels).sum()) / labels.numel()
