@@ -64,9 +64,10 @@ np.savez(f"{folder}/{rank}.npz", **found)
 for bad, message in (
     ([(x, y[:3])] if rank == 1 else data, "rank 1: Every tensor of a batch"),
     ([], "data is empty"),
+    ([(x * torch.inf, y)] if rank == 1 else data, "rank 1: The loss is nan"),
 ):
     try:
-        m_sharpness(model, loss_fn, bad, group=dist.group.WORLD)
+        m_sharpness(model, loss_fn, bad, m=2, group=dist.group.WORLD)
     except ValueError as error:
         assert message in str(error), error
     else:
@@ -75,6 +76,8 @@ try:
     m_sharpness(model, loss_fn, data, m=9, group=dist.group.WORLD)
 except ValueError as error:
     assert "a subset cannot cross ranks" in str(error), error
+else:
+    raise AssertionError("m = 9")
 alone = m_sharpness(model, loss_fn, data)  # without group= a rank measures its own shard
 np.savez(f"{folder}/alone{rank}.npz", mean=alone.mean)
 dist.destroy_process_group()

@@ -186,9 +186,11 @@ def _directions(
 
 
 class _Store:
-    """The finished points: on disk if there is a cache, and known to every rank."""
+    """The finished points: on disk if there is a cache (the first rank's), and known to every rank."""
 
-    def __init__(self, objectives: list[Objective], settings: dict[str, object], path: object) -> None:
+    def __init__(
+        self, objectives: list[Objective], settings: dict[str, object], path: str | os.PathLike[str] | None
+    ) -> None:
         self._cache: PointCache | None = None
         self.known: dict[Index, tuple[float, float]] = {}
         if path is None:
@@ -196,21 +198,17 @@ class _Store:
         first = objectives[0]
         header = {
             "models": [digest(_everything(o)) for o in objectives],
-            "data": first.gathered(_data_digest(first)),
+            "data": first.together(lambda: _data_digest(first)),
             "settings": {**settings, "params": first.names},
         }
-        failure = None
-        leading = first.group is None or dist.get_rank(first.group) == 0
-        if leading:
-            try:
-                self._cache = PointCache(path, header)  # type: ignore[arg-type]
-                self.known = dict(self._cache.points)
-            except (ValueError, OSError) as error:
-                failure = error
-        # Every rank must do the same points, and raise together.
-        failed, self.known = first.gathered((failure and str(failure), self.known))[0]
-        if failed:
-            raise ValueError(failed) from failure
+
+        def read() -> dict[Index, tuple[float, float]]:
+            if first.group is not None and dist.get_rank(first.group) > 0:
+                return {}
+            self._cache = PointCache(path, header)
+            return dict(self._cache.points)
+
+        self.known = first.together(read)[0]
 
     def add(self, index: Index, loss: float, accuracy: float) -> None:
         if self._cache is not None:

@@ -6,7 +6,7 @@ are exact.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from flatmin.measures.parameters import Params, flatten, parameter_names, unwrap
 from flatmin.measures.values import Totals, Value
 
 LossFn = Callable[[Any, Any], Tensor]
+Result = TypeVar("Result")
 
 NUM_PROBED_EXAMPLES = 2  # enough to see a model draw random numbers; small against any real pass
 
@@ -81,8 +82,10 @@ class Objective:
         self.dtype = working_dtype(self._parameters)
         self.channels_last = suits_channels_last(self.model, self.device, self.dtype)
         with rng_kept(self.data):
-            self.num_local, self.num_batches = self._agree(lambda: self._inspect(allow_nondeterministic))
-        self.num_examples = int(self.reduced(torch.tensor(float(self.num_local), device=self.device)))
+            counts = self.together(lambda: self._inspect(allow_nondeterministic))
+        self.num_local, self.num_batches = counts[0 if group is None else dist.get_rank(group)]
+        self.shards = [num for num, _ in counts]
+        self.num_examples = sum(self.shards)
         if self.num_examples == 0:
             raise ValueError("data is empty: it yields no example. A generator that was used up yields none either.")
 
@@ -186,27 +189,25 @@ class Objective:
             dist.all_reduce(tensor, group=self.group)
         return tensor
 
-    def gathered(self, part: Any) -> list[Any]:
-        """Return what every rank of the group passed, in the order of the ranks."""
-        if self.group is None:
-            return [part]
-        parts: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(parts, part, group=self.group)
-        return parts
+    def together(self, work: Callable[[], Result]) -> list[Result]:
+        """Do some work on every rank of the group, and return the results of all, in the order of the ranks.
 
-    def _agree(self, check: Callable[[], tuple[int, int]]) -> tuple[int, int]:
-        """Run a check on every rank and raise on all of them if one fails: the others would wait for ever."""
-        found, failure = (0, 0), None
+        What fails on one rank is raised on all of them: the others would wait for it for ever.
+        """
+        if self.group is None:
+            return [work()]
+        failure: Exception | None = None
+        mine: Result | None = None
         try:
-            found = check()
+            mine = work()
         except Exception as error:
-            if self.group is None:
-                raise
             failure = error
-        failures = [f"rank {rank}: {text}" for rank, text in enumerate(self.gathered(failure and str(failure))) if text]
+        parts: list[tuple[str | None, Any]] = [(None, None)] * dist.get_world_size(self.group)
+        dist.all_gather_object(parts, (failure and str(failure), mine), group=self.group)
+        failures = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(parts) if text is not None]
         if failures:
             raise ValueError("; ".join(failures)) from failure
-        return found
+        return [part for _, part in parts]
 
 
 class _batch_statistics:  # noqa: N801 (a context manager, used like a function)

@@ -134,8 +134,8 @@ def m_sharpness(
         found = [ascent.sharpness(None)]
     else:
         with rng_kept(objective.data):
-            found = [ascent.sharpness(subset) for subset in subsets(objective.data, m, chunk_size)]
-        found = [pair for part in objective.gathered(found) for pair in part]
+            parts = objective.together(lambda: list(map(ascent.sharpness, subsets(objective.data, m, chunk_size))))
+        found = [pair for part in parts for pair in part]
     return _summary(found, rho=rho, m=m, p=p, metric=metric)
 
 
@@ -211,7 +211,7 @@ def _check_m(objective: Objective, m: int | None) -> int:
         return n
     if m > n:
         raise ValueError(f"m must be at most the number of examples, {n}, got {m}. Leave m None for all of them.")
-    smallest = min(objective.gathered(objective.num_local))
+    smallest = min(objective.shards)
     if m > smallest:
         raise ValueError(
             f"m must be at most the number of examples of every rank, at least {smallest}, or all {n}; "
