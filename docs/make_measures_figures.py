@@ -190,7 +190,7 @@ def draw_score(data, work):
         rows = []
         for width, lr, decay, rho, batch_size in grid:
             model = perceptron(width)
-            train(model, x, y, epochs=60, rho=rho, lr=lr, batch_size=batch_size, weight_decay=decay)
+            train(model, x, y, epochs=40, rho=rho, lr=lr, batch_size=batch_size, weight_decay=decay)
             sharp = m_sharpness(model, LOSS, [(x, y)], rho=0.1, m=50).mean
             rows.append((sharp, error(model, test_x, test_y) - error(model, x, y)))
         path.write_text(json.dumps(rows))

@@ -1,3 +1,4 @@
+import collections
 import itertools
 import math
 
@@ -59,11 +60,12 @@ def test_one_step_keeps_a_negative_sign():
 
 
 def test_several_steps_keep_zero_when_every_visited_point_is_lower():
-    """At the top of a concave quadratic, off by 1e-3, steps of 1 lead only downwards."""
-    model = Quadratic(torch.tensor([1e-3, 0.0], dtype=torch.float64))
-    data = [((-torch.eye(2, dtype=torch.float64)[None], torch.zeros(1, 2, dtype=torch.float64)), torch.zeros(1))]
-    assert m_sharpness(model, mean_output, data, rho=1.0, steps=3).mean == 0.0
+    """Near the top of a concave, skew quadratic two steps of length 1 lead down, and not back to where they began."""
+    model = Quadratic(torch.tensor([1e-3, 2e-3], dtype=torch.float64))
+    A = -torch.diag(torch.tensor([1.0, 3.0], dtype=torch.float64))[None]
+    data = [((A, torch.zeros(1, 2, dtype=torch.float64)), torch.zeros(1))]
     assert m_sharpness(model, mean_output, data, rho=1.0, steps=1).mean < 0.0
+    assert m_sharpness(model, mean_output, data, rho=1.0, steps=2).mean == 0.0
 
 
 def test_several_steps_in_l2_reach_the_trust_region_closed_form():
@@ -219,8 +221,10 @@ def test_dictionaries_and_tuples_of_inputs_are_sliced():
 
     a, b = torch.arange(6, dtype=torch.float64), torch.arange(6, dtype=torch.float64) ** 2
     expected = m_sharpness(Named(), mean_output, [((a, b), torch.zeros(6))], m=2)
-    found = m_sharpness(Named(), mean_output, [({"a": a, "b": b}, torch.zeros(6))], m=2)
-    np.testing.assert_array_equal(found.per_subset, expected.per_subset)
+    pair = collections.namedtuple("Pair", ["a", "b"])(a, b)
+    for inputs in ({"a": a, "b": b}, collections.UserDict(a=a, b=b), [a, b], pair):
+        found = m_sharpness(Named(), mean_output, [(inputs, torch.zeros(6))], m=2)
+        np.testing.assert_array_equal(found.per_subset, expected.per_subset)
     assert len(set(found.per_subset)) == 3
 
 

@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,10 +21,11 @@ def tree_map(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """Apply a function to every tensor of nested tuples, lists and dicts; leave all else as it is."""
     if isinstance(tree, Tensor):
         return function(tree)
-    if isinstance(tree, dict):
+    if isinstance(tree, Mapping):
         return {key: tree_map(function, value) for key, value in tree.items()}
     if isinstance(tree, tuple | list):
-        return type(tree)(tree_map(function, value) for value in tree)
+        parts = [tree_map(function, value) for value in tree]
+        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
     return tree
 
 

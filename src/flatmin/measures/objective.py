@@ -116,10 +116,10 @@ class Objective:
         low = tensor.is_floating_point() and tensor.element_size() < 4
         return tensor.to(self.dtype) if low else tensor
 
-    def run(self, state: dict[str, Tensor], batch: Batch) -> tuple[Tensor, Any, Any]:
+    def run(self, state: dict[str, Tensor], batch: Batch, *, fast: bool = True) -> tuple[Tensor, Any, Any]:
         """Return the mean loss on one batch, the outputs, and the targets on the model's device."""
         inputs, targets = tree_map(lambda t: self._raised(t.to(self.device, non_blocking=True)), tuple(batch))
-        if self.channels_last:
+        if fast and self.channels_last:
             inputs = tree_map(_channels_last, inputs)
         args, kwargs = (), {}
         if isinstance(inputs, dict):
@@ -131,8 +131,9 @@ class Objective:
             return self.loss_fn(outputs, targets), outputs, targets
 
     def loss(self, weights: Sequence[Tensor], batch: Batch) -> Tensor:
-        """Return the mean loss on one batch, with its graph."""
-        return self.run(self.state(weights), batch)[0]
+        """Return the mean loss on one batch, with a graph that can be differentiated twice."""
+        # The second derivatives of convolutions gain nothing by the layout that makes the first ones fast.
+        return self.run(self.state(weights), batch, fast=False)[0]
 
     def value(
         self,
