@@ -17,38 +17,13 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import nn
 from torch.func import functional_call
-from torch.nn import functional as F
 
 from benchmarks.harness import table
+from benchmarks.resnet import resnet20
 from flatmin.measures import HessianOperator, m_sharpness, top_eigenvalues
 
 LOSS = nn.CrossEntropyLoss()
 NUM_TOP, TOL = 5, 1e-3
-
-
-class Block(nn.Module):
-    def __init__(self, inner, outer, stride, norm):
-        super().__init__()
-        self.conv1, self.norm1 = nn.Conv2d(inner, outer, 3, stride, 1, bias=not norm), layer_norm(outer, norm)
-        self.conv2, self.norm2 = nn.Conv2d(outer, outer, 3, 1, 1, bias=not norm), layer_norm(outer, norm)
-        self.short = nn.Identity() if inner == outer else nn.Conv2d(inner, outer, 1, stride, bias=False)
-
-    def forward(self, x):
-        return F.relu(self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x))))) + self.short(x))
-
-
-def layer_norm(width, norm):
-    return nn.BatchNorm2d(width) if norm else nn.Identity()
-
-
-def resnet20(norm=True):
-    """ResNet-20 for 32 x 32 images, 272,282 weights with batch norm."""
-    layers, inner = [nn.Conv2d(3, 16, 3, 1, 1, bias=not norm), layer_norm(16, norm), nn.ReLU()], 16
-    for stage, outer in enumerate((16, 32, 64)):
-        for block in range(3):
-            layers.append(Block(inner, outer, 2 if stage and not block else 1, norm))
-            inner = outer
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
 
 
 def problem(norm=True, num=256, steps=20):
