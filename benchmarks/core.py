@@ -12,34 +12,8 @@ import torch
 from torch import nn
 
 from benchmarks.harness import interleaved, peak_bytes, ratio, table
+from benchmarks.resnet import resnet20
 from flatmin import SAM
-
-
-class Block(nn.Module):
-    def __init__(self, inputs, width, stride):
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(inputs, width, 3, stride, 1, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(),
-            nn.Conv2d(width, width, 3, 1, 1, bias=False),
-            nn.BatchNorm2d(width),
-        )
-        self.shortcut = nn.Conv2d(inputs, width, 1, stride, bias=False) if inputs != width else nn.Identity()
-
-    def forward(self, x):
-        return torch.relu(self.body(x) + self.shortcut(x))
-
-
-def resnet():
-    """A ResNet-20 for 32 x 32 images."""
-    blocks, inputs = [], 16
-    for width, stride in ((16, 1), (32, 2), (64, 2)):
-        for i in range(3):
-            blocks.append(Block(inputs, width, stride if i == 0 else 1))
-            inputs = width
-    stem = [nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
-    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
 
 
 def mlp():
@@ -165,7 +139,7 @@ def measure(title, model, x, rounds):
 def main():
     torch.manual_seed(0)
     print("\n## A SAM step")
-    measure("ResNet-20, batch 128", resnet(), torch.randn(128, 3, 32, 32), rounds=15)
+    measure("ResNet-20, batch 128", resnet20(), torch.randn(128, 3, 32, 32), rounds=15)
     measure("MLP of width 32, batch 16", mlp(), torch.randn(16, 32), rounds=150)
 
 

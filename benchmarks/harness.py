@@ -41,7 +41,7 @@ def interleaved(contenders: dict[str, Callable[[], object]], rounds: int, warm_u
 def ratio(seconds: dict[str, list[float]], name: str, reference: str) -> tuple[float, float, float]:
     """Return the median and the quartiles of a contender's time over the reference's, round by round."""
     ratios = [a / b for a, b in zip(seconds[name], seconds[reference], strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
     return middle, low, high
 
 

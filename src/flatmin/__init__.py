@@ -10,16 +10,46 @@ from flatmin.core import (
     realised_perturbation,
     sam_gradient,
 )
+from flatmin.measures import (
+    Bound,
+    Eigenvalues,
+    HessianOperator,
+    Landscape,
+    Score,
+    Sharpness,
+    SpectralDensity,
+    loss_landscape,
+    m_sharpness,
+    pac_bayes_bound,
+    predictive_power,
+    sam_update_cosine,
+    spectral_density,
+    top_eigenvalues,
+)
 
 __version__ = "0.1.0"
 
 __all__ = [
     "SAM",
+    "Bound",
+    "Eigenvalues",
+    "HessianOperator",
+    "Landscape",
     "RealisedPerturbation",
     "SAMGradient",
     "SAMMetrics",
+    "Score",
+    "Sharpness",
+    "SpectralDensity",
     "ascent_step",
+    "loss_landscape",
+    "m_sharpness",
+    "pac_bayes_bound",
+    "predictive_power",
     "random_step",
     "realised_perturbation",
     "sam_gradient",
+    "sam_update_cosine",
+    "spectral_density",
+    "top_eigenvalues",
 ]

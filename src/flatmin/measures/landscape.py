@@ -1,0 +1,300 @@
+r"""Loss landscapes: the loss on a line or a plane through the weights (Figure 1; Li et al., 2018)."""
+
+import itertools
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flatmin.measures import plots
+from flatmin.measures.batches import Batch, digest, leaves, rng_kept
+from flatmin.measures.directions import hessian_directions, random_directions
+from flatmin.measures.objective import LossFn, Objective
+from flatmin.measures.parameters import Params, parameter_names, unwrapped
+from flatmin.measures.points import Index, PointCache
+from flatmin.measures.progress import Progress
+from flatmin.measures.values import NoErrorRateError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+CENTRE_TOLERANCE = 1e-3  # far above rounding, on any machine; far below what another loss or model gives
+
+
+@dataclass(frozen=True)
+class Landscape:
+    r"""The loss and accuracy on a grid of points :math:`w + a_i d_1 (+ a_j d_2)`.
+
+    Attributes:
+        loss: (points,) or (points, points), with i first; one more dimension in front if there were several
+            models.
+        accuracy: the same; NaN where the outputs are not those of a classifier.
+        coordinates: a, ascending, with an exact 0 in the middle.
+        labels: a name for each model.
+        directions: "random" or "hessian".
+    """
+
+    loss: np.ndarray
+    accuracy: np.ndarray
+    coordinates: np.ndarray
+    labels: tuple[str, ...]
+    directions: str
+
+    def plot(
+        self, kind: Literal["contour", "surface"] = "contour", metric: Literal["loss", "accuracy"] = "loss"
+    ) -> "Figure":
+        """Return a matplotlib figure: curves in 1-D, contours or surfaces in 2-D, models on one scale."""
+        return plots.landscape(self, kind, metric)
+
+    def save_html(self, path: str | os.PathLike[str], metric: Literal["loss", "accuracy"] = "loss") -> None:
+        """Write a page with the surfaces of a 2-D landscape, to turn in a browser; it needs no network."""
+        plots.landscape_page(self, path, metric)
+
+
+def loss_landscape(
+    models: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
+    loss_fn: LossFn,
+    data: Iterable[Batch],
+    *,
+    dims: Literal[1, 2] = 2,
+    span: float = 1.0,
+    points: int = 51,
+    directions: Literal["random", "hessian"] = "random",
+    cache: str | os.PathLike[str] | None = None,
+    seed: int = 0,
+    move_1d: bool = False,
+    batch_norm: Literal["running", "batch"] = "running",
+    params: Params | None = None,
+    progress: bool | None = None,
+    group: dist.ProcessGroup | None = None,
+    allow_nondeterministic: bool = False,
+) -> Landscape:
+    r"""Return the loss and the accuracy on a line or a square through the weights of models.
+
+    Random directions are Gaussian, normalised per filter (Li et al., 2018), so that models of one shape can
+    be compared: all have the same draws, scaled to their own filters. The grid spans :math:`[-span, span]` in
+    units of the direction, and its middle is the model itself, exactly.
+
+    Args:
+        models: a module, a sequence of modules of one shape, or names and modules.
+        loss_fn: ``loss_fn(outputs, targets)``, the mean over a batch.
+        data: an iterable of ``(inputs, targets)`` batches.
+        dims: 1 for a line, 2 for a plane.
+        span: how far to go.
+        points: in each dimension; odd, so that the middle is on the grid.
+        directions: "random", or "hessian" for the leading eigenvectors (each model's own, of norm 1).
+        cache: a file that holds every finished point. A landscape that was interrupted, even killed, goes on
+            from it.
+        seed: of the directions.
+        move_1d: whether biases and the weights of norm layers move as well.
+        batch_norm: "running" normalises with the statistics of the trained model at every point, as Li et al.
+            did; "batch" with those of each batch, as in training. The model's own statistics never change.
+        params: restricts the directions to these parameters (of the first model) or names.
+        progress: whether to write the time left to standard error; if None, where that is a terminal.
+        group: each rank holds a shard of the data; only the first one uses the cache.
+        allow_nondeterministic: do not refuse a random model or data.
+
+    Raises:
+        ValueError: if a setting is out of range, the models differ in shape, the loss is not finite at a
+            model, or the cache is that of another landscape (it is left as it was).
+
+    Example:
+        The loss w^2 / 2 at w = 2 along d = +-2, by filter normalisation: (2 + 2 a)^2 / 2.
+
+        >>> import torch
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> _ = model.weight.data.fill_(2.0)
+        >>> half_square = lambda outputs, targets: (outputs**2).mean() / 2
+        >>> found = loss_landscape(model, half_square, [(torch.ones(3, 1), torch.zeros(3))], dims=1, points=3)
+        >>> found.coordinates.tolist(), sorted(found.loss.tolist())
+        ([-1.0, 0.0, 1.0], [0.0, 2.0, 8.0])
+    """
+    _check_settings(dims, span, points, directions, batch_norm)
+    labels, several = _named(models)
+    objectives = _objectives(
+        labels.values(), loss_fn, data, params, group, allow_nondeterministic, batch_norm == "batch"
+    )
+    half = points // 2
+    coordinates = span * np.arange(-half, half + 1) / half
+    settings: dict[str, object] = {
+        "dims": dims,
+        "span": span,
+        "points": points,
+        "directions": directions,
+        "seed": seed,
+        "move_1d": move_1d,
+        "batch_norm": batch_norm,
+    }
+    centre = (half,) * dims
+    # The centre first: it shows at once whether a cache is that of this loss.
+    order = sorted(itertools.product(range(points), repeat=dims), key=lambda index: index != centre)
+    shape = (len(objectives), *(points,) * dims)
+    loss, accuracy = np.full(shape, math.nan), np.full(shape, math.nan)
+    with _Store(objectives, settings, cache) as store:
+        for place, value in store.known.items():
+            loss[place], accuracy[place] = value
+        total = len(order) * len(objectives)
+        bar = Progress("landscape", total, done=len(store.known), show=progress)
+        for number, objective in enumerate(objectives):
+            weights = objective.weights()
+            basis = _directions(objective, weights, directions, dims, seed, move_1d)
+            for index in order:
+                place = (number, *index)
+                known = store.known.get(place)
+                if known is not None and index != centre:
+                    continue
+                found = _evaluate(objective, _moved(weights, basis, [coordinates[i] for i in index]))
+                if index == centre:
+                    _check_centre(found[0], known, cache)
+                if known is None:
+                    store.add(place, *found)
+                    loss[place], accuracy[place] = found
+                    bar.advance()
+    if not several:
+        loss, accuracy = loss[0], accuracy[0]
+    return Landscape(loss, accuracy, coordinates, tuple(labels), directions)
+
+
+def _moved(weights: list[Tensor], basis: list[list[Tensor]], steps: list[float]) -> list[Tensor]:
+    """Return w + a d_1 + b d_2; exactly w where a = b = 0."""
+    moved = list(weights)
+    for direction, step in zip(basis, steps, strict=True):
+        moved = [w + float(step) * d for w, d in zip(moved, direction, strict=True)]
+    return moved
+
+
+def _evaluate(objective: Objective, weights: list[Tensor]) -> tuple[float, float]:
+    """Return the loss and the accuracy; NaN for the accuracy where there are no classes."""
+    try:
+        value = objective.value(weights, error=True)
+    except NoErrorRateError:
+        return objective.value(weights).loss, math.nan
+    return value.loss, 1.0 - value.error
+
+
+def _directions(
+    objective: Objective, weights: list[Tensor], kind: str, dims: int, seed: int, move_1d: bool
+) -> list[list[Tensor]]:
+    if kind == "hessian":
+        return hessian_directions(objective, dims, seed=seed)
+    return random_directions(weights, dims, seed=seed, move_1d=move_1d)
+
+
+class _Store:
+    """The finished points: on disk if there is a cache (the first rank's), and known to every rank."""
+
+    def __init__(
+        self, objectives: list[Objective], settings: dict[str, object], path: str | os.PathLike[str] | None
+    ) -> None:
+        self._cache: PointCache | None = None
+        self.known: dict[Index, tuple[float, float]] = {}
+        if path is None:
+            return
+        first = objectives[0]
+        header = {
+            "models": [digest(_everything(o)) for o in objectives],
+            "data": first.together(lambda: _data_digest(first)),
+            "settings": {**settings, "params": first.names},
+        }
+
+        def read() -> dict[Index, tuple[float, float]]:
+            if first.group is not None and dist.get_rank(first.group) > 0:
+                return {}
+            self._cache = PointCache(path, header)
+            return dict(self._cache.points)
+
+        self.known = first.together(read)[0]
+
+    def add(self, index: Index, loss: float, accuracy: float) -> None:
+        if self._cache is not None:
+            self._cache.add(index, loss, accuracy)
+
+    def __enter__(self) -> "_Store":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._cache is not None:
+            self._cache.__exit__(None, None, None)
+
+
+def _everything(objective: Objective) -> Iterator[Tensor]:
+    yield from objective.model.parameters()
+    yield from objective.model.buffers()
+
+
+def _data_digest(objective: Objective) -> str:
+    with rng_kept(objective.data):
+        return digest(itertools.chain.from_iterable(leaves(batch) for batch in objective.data))
+
+
+def _check_centre(loss: float, known: tuple[float, float] | None, cache: object) -> None:
+    if not math.isfinite(loss):
+        raise ValueError(f"The loss is {loss} at the model itself: there is no landscape to look at.")
+    if known is not None and abs(known[0] - loss) > CENTRE_TOLERANCE * max(abs(loss), abs(known[0])):
+        raise ValueError(
+            f"The cache {cache} belongs to another loss: it has {known[0]:.6g} at the model itself, where "
+            "loss_fn gives "
+            f"{loss:.6g}. It was not changed. Choose another file."
+        )
+
+
+def _named(
+    models: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
+) -> tuple[dict[str, nn.Module], bool]:
+    if isinstance(models, nn.Module):
+        return {"model": models}, False
+    named = dict(models) if isinstance(models, Mapping) else {f"model {i}": m for i, m in enumerate(models, 1)}
+    if not named:
+        raise ValueError("models is empty: pass a module, or several.")
+    return named, True
+
+
+def _objectives(
+    models: Iterable[nn.Module],
+    loss_fn: LossFn,
+    data: Iterable[Batch],
+    params: Params | None,
+    group: dist.ProcessGroup | None,
+    allow_nondeterministic: bool,
+    batch_statistics: bool,
+) -> list[Objective]:
+    models = [unwrapped(model) for model in models]
+    names = parameter_names(models[0], params)
+    shapes = [{name: tuple(p.shape) for name, p in model.named_parameters()} for model in models]
+    for number, other in enumerate(shapes[1:], 2):
+        if other != shapes[0]:
+            raise ValueError(
+                f"Model {number} has parameters of other names or shapes than model 1, so that there are "
+                "no directions "
+                "they share. Look at them one by one."
+            )
+    return [
+        Objective(
+            model,
+            loss_fn,
+            data,
+            params=names,
+            group=group,
+            allow_nondeterministic=allow_nondeterministic,
+            batch_statistics=batch_statistics,
+        )
+        for model in models
+    ]
+
+
+def _check_settings(dims: int, span: float, points: int, directions: str, batch_norm: str) -> None:
+    if dims not in (1, 2):
+        raise ValueError(f"dims must be 1 or 2, got {dims!r}.")
+    if not (span > 0 and math.isfinite(span)):
+        raise ValueError(f"span must be positive and finite, got {span!r}.")
+    if not isinstance(points, int) or points < 3 or points % 2 == 0:
+        raise ValueError(f"points must be an odd number from 3 on, so that the model is on the grid; got {points!r}.")
+    if directions not in ("random", "hessian"):
+        raise ValueError(f'directions must be "random" or "hessian", got {directions!r}.')
+    if batch_norm not in ("running", "batch"):
+        raise ValueError(f'batch_norm must be "running" or "batch", got {batch_norm!r}.')

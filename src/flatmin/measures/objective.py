@@ -1,0 +1,236 @@
+r"""A loss on fixed data, :math:`L_S(w) = \frac{1}{n} \sum_i \ell(w, x_i, y_i)`; the model stays as it is.
+
+The model runs through ``torch.func.functional_call`` with weights and buffers handed in from outside, so that
+its own are never written. Means over batches are weighted by the number of examples, so that ragged batches
+are exact.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from flatmin.measures.batches import (
+    Batch,
+    check_batch,
+    check_data,
+    pieces,
+    rng_kept,
+    rows,
+    tree_map,
+)
+from flatmin.measures.checks import check_model, check_same_on_every_pass
+from flatmin.measures.parameters import Params, flatten, parameter_names, unwrapped, working_dtype
+from flatmin.measures.values import Totals, Value
+
+LossFn = Callable[[Any, Any], Tensor]
+Result = TypeVar("Result")
+
+NUM_PROBED_EXAMPLES = 2  # enough to see a model draw random numbers; small against any real pass
+
+
+class Objective:
+    """The mean loss of a model on fixed data, as a function of some of its weights.
+
+    Weights of bfloat16 and float16 are measured in float32: a perturbation of norm 0.05 is lost in their
+    rounding. Every pass starts from the random state of the caller and puts it back, so that noise which was
+    allowed is the same in all passes.
+
+    Args:
+        model: any module; called as ``model(inputs)``, ``model(*inputs)`` for a tuple, ``model(**inputs)``
+            for a dict.
+        loss_fn: ``loss_fn(outputs, targets)``, the mean over the examples of a batch.
+        data: an iterable of ``(inputs, targets)`` that can be passed over several times, in the same order.
+        params: the weights to measure, as parameters of the model or their names; all that require a gradient
+            if None.
+        group: a process group in which each rank holds a shard of the data; the results are those of the
+            whole.
+        allow_nondeterministic: do not refuse dropout, batch norm in train mode, shuffled or augmented data.
+        batch_statistics: whether batch norm layers normalise with each batch's own statistics, whatever their
+            mode.
+
+    Raises:
+        TypeError: if data is a one-shot iterator, or has batches of another form.
+        ValueError: if data is empty, or the loss is not a finite mean, or not deterministic.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn,
+        data: Iterable[Batch],
+        *,
+        params: Params | None = None,
+        group: dist.ProcessGroup | None = None,
+        allow_nondeterministic: bool = False,
+        batch_statistics: bool = False,
+    ) -> None:
+        self.model = unwrapped(model)
+        self.loss_fn = loss_fn
+        self.names = parameter_names(self.model, params)
+        self.group = group
+        self.batch_statistics = batch_statistics
+        check_data(data)
+        self.data = data
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        self._parameters = [parameters[name] for name in self.names]
+        self.device = self._parameters[0].device
+        self.dtype = working_dtype(self._parameters)
+        self.channels_last = suits_channels_last(self.model, self.device, self.dtype)
+        with rng_kept(self.data):
+            counts = self.together(lambda: self._inspect(allow_nondeterministic))
+        self.num_local, self.num_batches = counts[0 if group is None else dist.get_rank(group)]
+        self.shards = [num for num, _ in counts]
+        self.num_examples = sum(self.shards)
+        if self.num_examples == 0:
+            raise ValueError("data is empty: it yields no example. A generator that was used up yields none either.")
+
+    def _inspect(self, allow_nondeterministic: bool) -> tuple[int, int]:
+        """Check the data and the model, and count the examples and batches of this rank."""
+        sizes, first = [], None
+        for batch in self.data:
+            sizes.append(check_batch(batch))
+            first = batch if first is None and sizes[-1] else first
+        if first is None:
+            return 0, 0
+        if not allow_nondeterministic:
+            check_same_on_every_pass(self.data)
+        check_model(self, rows(first, 0, NUM_PROBED_EXAMPLES), allow_nondeterministic=allow_nondeterministic)
+        return sum(sizes), sum(size > 0 for size in sizes)
+
+    def weights(self) -> list[Tensor]:
+        """Return the measured weights as they are now, detached, in the dtype of the measurement."""
+        return [self._raised(p.detach()) for p in self._parameters]
+
+    def state(self, weights: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return all that ``functional_call`` needs, with these weights and copies of the buffers."""
+        state = {name: self._raised(p.detach()) for name, p in self.model.named_parameters()}
+        state |= {name: self._raised(b.detach().clone()) for name, b in self.model.named_buffers()}
+        return state | dict(zip(self.names, weights, strict=True))
+
+    def _raised(self, tensor: Tensor) -> Tensor:
+        low = tensor.is_floating_point() and tensor.element_size() < 4
+        return tensor.to(self.dtype) if low else tensor
+
+    def run(self, state: dict[str, Tensor], batch: Batch, *, fast: bool = True) -> tuple[Tensor, Any, Any]:
+        """Return the mean loss on one batch, the outputs, and the targets on the model's device."""
+        inputs, targets = tree_map(lambda t: self._raised(t.to(self.device, non_blocking=True)), tuple(batch))
+        if fast and self.channels_last:
+            inputs = tree_map(_channels_last, inputs)
+        args, kwargs = (), {}
+        if isinstance(inputs, dict):
+            kwargs = inputs
+        else:
+            args = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+        with _batch_statistics(self.model, self.batch_statistics):
+            outputs = functional_call(self.model, state, args, kwargs)
+            return self.loss_fn(outputs, targets), outputs, targets
+
+    def loss(self, weights: Sequence[Tensor], batch: Batch) -> Tensor:
+        """Return the mean loss on one batch, with a graph that can be differentiated twice."""
+        # The second derivatives of convolutions gain nothing by the layout that makes the first ones fast.
+        return self.run(self.state(weights), batch, fast=False)[0]
+
+    def value(
+        self,
+        weights: Sequence[Tensor],
+        batches: Iterable[Batch] | None = None,
+        *,
+        error: bool = False,
+        size: int | None = None,
+    ) -> Value:
+        """Return the mean loss (and error rate) at these weights, on all data or on some batches."""
+        with rng_kept(self.data), torch.no_grad():
+            totals, state = Totals(), self.state(weights)
+            for batch, num in pieces(self.data if batches is None else batches, size):
+                totals.add(*self.run(state, batch), num, error)
+        return self._mean(totals, shared=batches is None)
+
+    def gradient(
+        self,
+        weights: Sequence[Tensor],
+        batches: Iterable[Batch] | None = None,
+        *,
+        error: bool = False,
+        size: int | None = None,
+    ) -> tuple[Value, Tensor]:
+        """Return the value and the gradient, flattened, at these weights, on all data or on some batches."""
+        leaves = [w.detach().requires_grad_() for w in weights]
+        total = torch.zeros(sum(w.numel() for w in weights), dtype=self.dtype, device=self.device)
+        with rng_kept(self.data), torch.enable_grad():
+            totals, state = Totals(), self.state(leaves)
+            for batch, num in pieces(self.data if batches is None else batches, size):
+                loss, outputs, targets = self.run(state, batch)
+                grads = torch.autograd.grad(loss, leaves, materialize_grads=True)
+                totals.add(loss, outputs, targets, num, error)
+                total.add_(flatten(grads, self.dtype), alpha=num)
+        value = self._mean(totals, shared=batches is None)
+        return value, (self.reduced(total) if batches is None else total).div_(value.num_examples)
+
+    def _mean(self, totals: Totals, *, shared: bool) -> Value:
+        if not shared:
+            return Value(totals.loss / totals.num, totals.error / totals.num, totals.num)
+        if totals.num != self.num_local:
+            raise ValueError(
+                f"data yielded {totals.num} examples in this pass and {self.num_local} in the first: "
+                "it must be the same in every pass. Pass list(data)."
+            )
+        wide = torch.float32 if self.device.type == "mps" else torch.float64
+        sums = self.reduced(torch.tensor([totals.loss, totals.error], dtype=wide, device=self.device))
+        loss, error = (sums / self.num_examples).tolist()
+        return Value(loss, error, self.num_examples)
+
+    def reduced(self, tensor: Tensor) -> Tensor:
+        """Return the sum over the ranks of the group, in place; the tensor itself if there is no group."""
+        if self.group is not None:
+            dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def together(self, work: Callable[[], Result]) -> list[Result]:
+        """Do some work on every rank of the group, and return the results of all, in the order of the ranks.
+
+        What fails on one rank is raised on all of them: the others would wait for it for ever.
+        """
+        if self.group is None:
+            return [work()]
+        failure: Exception | None = None
+        mine: Result | None = None
+        try:
+            mine = work()
+        except Exception as error:
+            failure = error
+        parts: list[tuple[str | None, Any]] = [(None, None)] * dist.get_world_size(self.group)
+        dist.all_gather_object(parts, (failure and str(failure), mine), group=self.group)
+        failures = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(parts) if text is not None]
+        if failures:
+            raise ValueError("; ".join(failures)) from failure
+        return [part for _, part in parts]
+
+
+class _batch_statistics:  # noqa: N801 (a context manager, used like a function)
+    """Put batch norm layers into train mode for a while, if asked to."""
+
+    def __init__(self, model: nn.Module, active: bool) -> None:
+        self.layers = [m for m in model.modules() if isinstance(m, _BatchNorm)] if active else []
+
+    def __enter__(self) -> None:
+        self.modes = [layer.training for layer in self.layers]
+        for layer in self.layers:
+            layer.training = True
+
+    def __exit__(self, *_: object) -> None:
+        for layer, mode in zip(self.layers, self.modes, strict=True):
+            layer.training = mode
+
+
+def suits_channels_last(model: nn.Module, device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether convolutions are faster on images laid out with the channels last: a third, on a CPU."""
+    return device.type == "cpu" and dtype == torch.float32 and any(isinstance(m, nn.Conv2d) for m in model.modules())
+
+
+def _channels_last(tensor: Tensor) -> Tensor:
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor

@@ -1,0 +1,90 @@
+"""The finished points of a landscape on disk: a text file that grows by one line a point.
+
+The first line says what was measured. It is written to another file and renamed, so that a cache either has
+it or does not exist; every other line is one write. A line that a killed process left half written cannot be
+read and is done again.
+"""
+
+import json
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+FORMAT = "flatmin landscape 1"
+Index = tuple[int, ...]
+
+
+class PointCache:
+    """Reads the points that are there, and appends new ones.
+
+    Args:
+        path: the file; created with its folders if it is not there.
+        header: what is measured, in JSON: another header is another landscape.
+
+    Raises:
+        ValueError: if the file holds something else; it is not changed.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], header: dict[str, Any]) -> None:
+        self.path = Path(path)
+        self._header = json.loads(json.dumps({"format": FORMAT, **header}))
+        self.points: dict[Index, tuple[float, float]] = {}
+        if self.path.exists():
+            self._read()
+        else:
+            self._create()
+        self._file: BinaryIO = self.path.open("ab")
+        if self.path.read_bytes()[-1:] != b"\n":
+            self._file.write(b"\n")
+
+    def _create(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        draft = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
+        with draft.open("wb") as file:
+            file.write(json.dumps(self._header).encode() + b"\n")
+            _to_disk(file)
+        draft.replace(self.path)
+
+    def _read(self) -> None:
+        if not self.path.is_file():
+            raise ValueError(f"cache must be a file, {self.path} is a folder.")
+        first, *lines = self.path.read_bytes().split(b"\n")
+        try:
+            found = json.loads(first)
+        except ValueError:
+            found = None
+        if not isinstance(found, dict) or found.get("format") != FORMAT:
+            raise ValueError(f"{self.path} is not a landscape's cache; it was not changed. Choose another file.")
+        other = [key for key in self._header if found.get(key) != self._header[key]]
+        if other:
+            raise ValueError(
+                f"The cache {self.path} belongs to another landscape (it differs in: {', '.join(other)}); "
+                "it was not "
+                "changed. Choose another file, or the model, data and settings it was made with."
+            )
+        for line in lines:
+            try:
+                *index, loss, accuracy = json.loads(line)
+                self.points[tuple(index)] = (float(loss), float(accuracy))
+            except (ValueError, TypeError):
+                continue
+
+    def add(self, index: Index, loss: float, accuracy: float) -> None:
+        """Put a finished point on disk."""
+        self.points[index] = (loss, accuracy)
+        self._file.write(json.dumps([*index, loss, accuracy]).encode() + b"\n")
+        _to_disk(self._file)
+
+    def __enter__(self) -> "PointCache":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+def _to_disk(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())

@@ -1,0 +1,152 @@
+r"""How well a measure predicts the generalization gap (Section 4.1; Jiang et al., 2019)."""
+
+import itertools
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from scipy.stats import kendalltau  # type: ignore[import-untyped]
+
+from flatmin.measures import plots
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Set = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Score:
+    """How well a measure predicts the gap.
+
+    Attributes:
+        score: the competition's, in [0, 1]: the smallest of ``per_set`` over the sets of two hyperparameters.
+        null_low: the 2.5 % quantile of the score when the measure is shuffled among the models.
+        null_high: the 97.5 % quantile; a score below it is no evidence.
+        kendall_tau: the rank correlation of the measure and the gap, in [-1, 1]; it keeps the sign.
+        per_set: the normalised conditional mutual information for every set of at most two hyperparameters,
+            by their positions; NaN where the set leaves nothing to predict. Their smallest is the score of
+            Jiang et al. (2019).
+        num_models: how many models it is from.
+    """
+
+    score: float
+    null_low: float
+    null_high: float
+    kendall_tau: float
+    per_set: dict[Set, float]
+    num_models: int
+
+    def plot(self) -> "Figure":
+        """Return a matplotlib figure of every set's information, the score and the permutation null."""
+        return plots.score(self)
+
+
+def predictive_power(
+    measure: Sequence[float],
+    gap: Sequence[float],
+    hyperparameters: Sequence[Sequence[Hashable]],
+    *,
+    permutations: int = 200,
+    seed: int = 0,
+) -> Score:
+    r"""Score a measure as the NeurIPS 2020 competition on predicting generalization did.
+
+    Of all ordered pairs of models let :math:`V_\mu` be whether the measure is larger for the first,
+    :math:`V_g` whether the gap is, and :math:`U_S` the values of the hyperparameters S in both. The score is
+
+    .. math:: \min_{|S| = 2} \frac{I(V_\mu; V_g \mid U_S)}{H(V_g \mid U_S)}
+
+    so that a measure which only reflects one or two hyperparameters scores low. As in the competition's
+    program, a model is paired with itself too, a tie counts as "not larger", and every value of :math:`U_S`
+    weighs the same (in a full grid all have as many pairs). Jiang et al. (2019) take the minimum over smaller
+    sets as well: see ``per_set``.
+
+    The score has a large bias for few models: compare it with the permutation null. It is blind to the
+    direction: a measure that orders all models the wrong way round scores 1 as well, with a Kendall's tau of
+    -1.
+
+    Args:
+        measure: of each model.
+        gap: the generalization gap of each model.
+        hyperparameters: one tuple for each model, all of one length; a grid, with several models for each
+            pair of values.
+        permutations: how often to shuffle the measure for the null.
+        seed: of the shuffling.
+
+    Raises:
+        ValueError: if the lengths differ, a number is not finite, or no set leaves anything to predict.
+
+    Example:
+        >>> grid = list(itertools.product((0, 1), (0, 1), (0, 1)))
+        >>> gap = [1.0, 2.0, 4.0, 3.0, 5.0, 6.0, 8.0, 7.0]
+        >>> found = predictive_power([g**2 for g in gap], gap, grid)
+        >>> round(found.score, 6), round(found.kendall_tau, 6)
+        (1.0, 1.0)
+    """
+    mu, g = np.asarray(measure, dtype=float), np.asarray(gap, dtype=float)
+    cells = _check(mu, g, hyperparameters, permutations)
+    per_set = {chosen: _information(mu, g, cell) for chosen, cell in cells.items()}
+    scored = [chosen for chosen in cells if len(chosen) == max(map(len, cells)) and not math.isnan(per_set[chosen])]
+    if not scored:
+        raise ValueError(
+            "hyperparameters leave nothing to predict: no two models share the values of two of them. "
+            "Train several "
+            "models for each pair of values (other hyperparameters, or seeds as one of them)."
+        )
+    rng = np.random.default_rng(seed)
+    null = [min(_information(rng.permutation(mu), g, cells[s]) for s in scored) for _ in range(permutations)]
+    low, high = np.quantile(null, [0.025, 0.975])
+    tau = float(kendalltau(mu, g).statistic)
+    return Score(min(per_set[s] for s in scored), float(low), float(high), tau, per_set, len(mu))
+
+
+def _information(mu: np.ndarray, g: np.ndarray, cell: np.ndarray) -> float:
+    """Return I(V_mu; V_g | U) / H(V_g | U) over all ordered pairs, with the cell of U for each pair."""
+    kind = 2 * (g[:, None] > g) + (mu[:, None] > mu)
+    num_cells = int(cell.max()) + 1
+    counts = np.bincount((4 * cell + kind).ravel(), minlength=4 * num_cells).reshape(num_cells, 2, 2)
+    joint = counts / counts.sum(axis=(1, 2), keepdims=True)
+    of_gap, of_measure = joint.sum(axis=2), joint.sum(axis=1)
+    entropy_gap = float(_entropy(of_gap).mean())
+    information = entropy_gap + float(_entropy(of_measure).mean() - _entropy(joint.reshape(num_cells, 4)).mean())
+    return information / entropy_gap if entropy_gap > 0 else math.nan
+
+
+def _entropy(p: np.ndarray) -> np.ndarray:
+    """Return the entropy of each row, in bits."""
+    return np.asarray(-np.sum(p * np.log2(np.where(p > 0, p, 1.0)), axis=1))
+
+
+def _check(
+    mu: np.ndarray, g: np.ndarray, hyperparameters: Sequence[Sequence[Hashable]], permutations: int
+) -> dict[Set, np.ndarray]:
+    """Return the cell of each ordered pair of models, for every set of at most two hyperparameters."""
+    if not (mu.ndim == g.ndim == 1 and len(mu) == len(g) == len(hyperparameters)):
+        raise ValueError(
+            f"measure, gap and hyperparameters must have one entry for each model, got {len(mu)}, "
+            f"{len(g)} and "
+            f"{len(hyperparameters)}."
+        )
+    if len(mu) < 2:
+        raise ValueError(f"measure must be of at least two models, got {len(mu)}.")
+    for name, values in (("measure", mu), ("gap", g)):
+        if not np.all(np.isfinite(values)):
+            raise ValueError(f"{name} must be finite, got {values[~np.isfinite(values)][0]} for a model.")
+    lengths = {len(values) for values in hyperparameters}
+    if len(lengths) != 1:
+        raise ValueError(f"hyperparameters must be tuples of one length, got lengths {sorted(lengths)}.")
+    if permutations < 1:
+        raise ValueError(
+            f"permutations must be at least 1, got {permutations!r}: the score means little without a null."
+        )
+    num = lengths.pop()
+    cells = {}
+    for size in range(min(num, 2) + 1):
+        for chosen in itertools.combinations(range(num), size):
+            kinds: dict[tuple[Hashable, ...], int] = {}
+            label = np.array([kinds.setdefault(tuple(h[i] for i in chosen), len(kinds)) for h in hyperparameters])
+            cells[chosen] = label[:, None] * len(kinds) + label
+    return cells
