@@ -35,7 +35,7 @@ def torchrun(experiment, folder, die_at=-1):
     (folder / "asked.json").write_text(experiment.to_json())
     script = Path(__file__).parent / "distributed_run.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, str(script), str(folder / "asked.json"), str(folder), str(die_at)],
         capture_output=True,
@@ -44,6 +44,7 @@ def torchrun(experiment, folder, die_at=-1):
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    assert "deprecated" not in done.stderr
     return folder / experiment.run_name(0)
 
 

@@ -29,7 +29,7 @@ COMMAND = [
 
 
 def start(runs):
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [*COMMAND, "--runs", str(runs)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     )
@@ -88,6 +88,7 @@ def test_a_signal_saves_and_stops_with_its_exit_code_and_no_traceback(number, co
     assert process.returncode == code
     assert "Everything is saved" in errors
     assert "Traceback" not in errors
+    assert "warning" not in errors
     step = read_state(latest_checkpoint(directory / "checkpoints"), torch.device("cpu"))["step"]
     assert f"after step {step} of" in errors
     torch.set_num_threads(1)

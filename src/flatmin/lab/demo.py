@@ -50,6 +50,7 @@ class Row:
     noise: float
     method: str
     test_error: Interval
+    train_error: Interval
     m_sharpness: Interval
     lambda_max: Interval
     runs: list[DemoRun]
@@ -121,6 +122,7 @@ def summarise(runs: Iterable[DemoRun]) -> list[Row]:
                     noise=noise,
                     method=method,
                     test_error=mean_and_interval([100 * float(r.result.metrics["test_error"] or 0) for r in group]),
+                    train_error=mean_and_interval([100 * float(r.result.metrics["train_error"] or 0) for r in group]),
                     m_sharpness=mean_and_interval([r.m_sharpness for r in group]),
                     lambda_max=mean_and_interval([r.lambda_max for r in group]),
                     runs=group,
@@ -174,12 +176,11 @@ class Demo:
         found = self._trained(jobs, console)
         rows = summarise(found)
         table = Table(title="500 digits, mean of 3 seeds with 95 % confidence intervals", title_justify="left")
-        for column in ("wrong labels", "method", "test error %", "m-sharpness", "lambda_max"):
+        for column in ("wrong labels", "method", "test error %", "train error %", "m-sharpness", "lambda_max"):
             table.add_column(column)
         for row in rows:
-            table.add_row(
-                f"{row.noise:.0%}", row.method, str(row.test_error), str(row.m_sharpness), str(row.lambda_max)
-            )
+            numbers = (row.test_error, row.train_error, row.m_sharpness, row.lambda_max)
+            table.add_row(f"{row.noise:.0%}", row.method, *map(str, numbers))
         console.print(table)
         verdicts = [verdict(rows, noise) for noise in NOISE_RATES]
         for sentence in verdicts:

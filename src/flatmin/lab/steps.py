@@ -74,7 +74,7 @@ class Stepper:
         self.forward: Any = network
         if workers.count > 1:
             # Statistics of batch norm are averaged after each step instead of being broadcast before each pass.
-            self.forward = DistributedDataParallel(network, broadcast_buffers=False)
+            self.forward = DistributedDataParallel(network, forward_sync_buffers=False)
         if experiment.compile:
             self.forward = torch.compile(self.forward)
         self.statistics = normalisation_statistics(network)
