@@ -12,20 +12,23 @@ from flatmin.lab.engine import train
 from flatmin.lab.spec import Experiment
 from flatmin.lab.steps import Stepper
 
-torch.set_num_threads(1)
-spec, runs, die_at = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-seen = []
-step = Stepper.step
+
+def main(spec, runs, die_at):
+    torch.set_num_threads(1)
+    seen = []
+    step = Stepper.step
+
+    def recorded_step(self, batch, number, lr):
+        first_life = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        if number == die_at and first_life and self.workers.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        seen.append((number, batch.examples.tolist()))
+        return step(self, batch, number, lr)
+
+    Stepper.step = recorded_step
+    train(Experiment.from_json(spec.read_text()), runs=runs, checkpoint_seconds=0)
+    (runs / f"seen-{os.environ['RANK']}.json").write_text(json.dumps(seen))
 
 
-def recorded_step(self, batch, number, lr):
-    first_life = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-    if number == die_at and first_life and self.workers.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    seen.append((number, batch.examples.tolist()))
-    return step(self, batch, number, lr)
-
-
-Stepper.step = recorded_step
-result = train(Experiment.from_json(Path(spec).read_text()), runs=runs, checkpoint_seconds=0)
-(runs / f"seen-{os.environ['RANK']}.json").write_text(json.dumps(seen))
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

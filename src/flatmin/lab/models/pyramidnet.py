@@ -44,7 +44,7 @@ def block_widths(num_blocks: int, alpha: int, start: int = 16) -> list[int]:
 
     Example:
         >>> block_widths(4, 10)
-        [18, 21, 24, 26]
+        [19, 21, 24, 26]
     """
     # Half a channel rounds up (Python's round would take the even neighbour).
     return [int(start + alpha * k / num_blocks + 0.5) for k in range(1, num_blocks + 1)]
