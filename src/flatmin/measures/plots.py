@@ -115,7 +115,7 @@ def score(found: "Score") -> "Figure":
         ylabel="share of the gap's sign explained",
         title=f"{found.num_models} models, Kendall's tau {found.kendall_tau:.2f}",
     )
-    axes.legend(frameon=False)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
     return figure
 
 
