@@ -17,7 +17,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(READY)
-	@$(BIN)/python examples/closed_form.py
+	@$(BIN)/flatmin demo
 
 test: $(READY)
 	@$(BIN)/python -m pytest

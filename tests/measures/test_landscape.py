@@ -235,6 +235,19 @@ def test_an_interrupted_landscape_goes_on_where_it_stopped(tmp_path):
     np.testing.assert_array_equal(found.loss, expected.loss)
 
 
+def test_every_point_is_on_disk_before_the_next_one_begins(tmp_path):
+    model, loss_fn, data = counting_case()
+    path = tmp_path / "cache"
+    seen = []
+
+    def watching(outputs, targets):
+        seen.append(len(path.read_bytes().splitlines()) - 1 if path.exists() else -1)
+        return loss_fn(outputs, targets)
+
+    loss_landscape(model, watching, data, points=5, cache=path)
+    assert seen == [-1] * 4 + list(range(25))  # the probe, and then each point finds all those before it
+
+
 def test_a_line_that_was_half_written_is_done_again(tmp_path):
     case = counting_case()
     path = tmp_path / "cache"

@@ -159,6 +159,7 @@ def _spectra(rows: "list[Row]") -> "Figure":
         curves = {method: density.density(grid, sigma=width) for method, density in found.items()}
         for method, curve in curves.items():
             axis.semilogy(grid, curve, color=COLOURS[method], label=method)
+        # Both ends: far from every eigenvalue the density is 0 but for underflow, which would stretch the scale.
         top = 10 * max(float(curve.max()) for curve in curves.values())
         axis.set(title=f"{noise:.0%} wrong labels", xlabel="eigenvalue", ylabel="density", ylim=(1e-6, top))
         axis.legend()

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from scipy.linalg import eigh_tridiagonal  # type: ignore[import-untyped]
+from scipy.linalg import eigh_tridiagonal
 from torch import Tensor
 
 ROUNDING = 100.0  # what lies below this many epsilons of the largest number seen is taken for rounding

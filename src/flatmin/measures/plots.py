@@ -115,7 +115,7 @@ def score(found: "Score") -> "Figure":
         ylabel="share of the gap's sign explained",
         title=f"{found.num_models} models, Kendall's tau {found.kendall_tau:.2f}",
     )
-    axes.legend(frameon=False)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
     return figure
 
 
@@ -153,8 +153,8 @@ def landscape(found: "Landscape", kind: str, metric: str) -> "Figure":
 def landscape_page(found: "Landscape", path: str | os.PathLike[str], metric: str) -> None:
     """Write a page with one surface for each model, to turn in a browser."""
     try:
-        from plotly import graph_objects  # type: ignore[import-untyped]
-        from plotly.subplots import make_subplots  # type: ignore[import-untyped]
+        from plotly import graph_objects
+        from plotly.subplots import make_subplots
     except ImportError as error:
         raise ImportError('Pages with 3-D surfaces need plotly: pip install "flatmin[lab]".') from error
     values = _per_model(found, metric)

@@ -100,7 +100,7 @@ def mixup_weight(alpha: float, seed: int, epoch: int, batch: int) -> float:
     """
     if alpha == 0:
         return 1.0
-    from scipy.special import betaincinv  # type: ignore[import-untyped]
+    from scipy.special import betaincinv
 
     return float(betaincinv(alpha, alpha, uniform(seed, Purpose.MIXUP_WEIGHT, epoch, batch)))
 
