@@ -236,6 +236,31 @@ def test_nothing_can_be_written_is_said_before_training(tmp_path, monkeypatch):
         train(small(), runs=tmp_path / "file" / "runs")
 
 
+def test_events_that_cannot_be_written_stop_cleanly_and_the_run_goes_on_later(tmp_path, monkeypatch):
+    whole = train(small(), runs=tmp_path / "whole")
+    from torch.utils.tensorboard import SummaryWriter
+
+    def full(self):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SummaryWriter, "flush", full)
+        with pytest.raises(StorageError, match="tensorboard cannot be written to.*No space left"):
+            train(small(), runs=tmp_path / "full", checkpoint_seconds=0)
+    assert_bit_identical(whole, train(small(), runs=tmp_path / "full"))
+
+
+def test_a_batch_smaller_than_the_number_of_workers_is_refused(tmp_path, monkeypatch):
+    from flatmin.lab.engine import _Run
+    from flatmin.lab.workers import Workers
+
+    experiment = small(data=Data(train_size=60, batch_size=2))
+    monkeypatch.setattr(engine, "Stepper", lambda *a: None)
+    monkeypatch.setattr(Workers, "wait", lambda self: None)
+    with pytest.raises(RunError, match="A batch of 2 examples cannot be divided among 3 workers"):
+        _Run(experiment, 0, RunDirectory(experiment, 0, tmp_path), Workers(count=3, device=CPU), None)
+
+
 def test_two_processes_do_not_work_on_one_run(tmp_path):
     directory = RunDirectory(small(), 0, tmp_path)
     directory.open()

@@ -16,14 +16,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from flatmin.lab.checkpoint import latest_checkpoint, prepare_folder, read_state, save_checkpoint
+from flatmin.lab.checkpoint import StorageError, latest_checkpoint, prepare_folder, read_state, save_checkpoint
 from flatmin.lab.data.datasets import Dataset, load_dataset
 from flatmin.lab.data.images import Images
 from flatmin.lab.data.pipeline import Pipeline, epoch_batches
 from flatmin.lab.data.randomness import Purpose, torch_seed
 from flatmin.lab.models.build import build_model, freeze_batch_norm, input_statistics
 from flatmin.lab.precision import autocast
-from flatmin.lab.run_directory import Metrics, Result, RunDirectory
+from flatmin.lab.run_directory import Metrics, Result, RunDirectory, RunError
 from flatmin.lab.schedule import learning_rate
 from flatmin.lab.session import Clock, Interruption, noted_signals
 from flatmin.lab.spec import Experiment
@@ -144,6 +144,12 @@ class _Run:
         )
         self.steps_per_epoch = len(epoch_batches(len(self.dataset.train.labels), experiment.data, seed, 0))
         self.num_steps = experiment.epochs * self.steps_per_epoch
+        smallest = len(self.dataset.train.labels) // self.steps_per_epoch
+        if smallest < workers.count:
+            raise RunError(
+                f"A batch of {smallest} examples cannot be divided among {workers.count} workers: each needs one at "
+                "least. Use a larger data.batch_size (or more data), or fewer workers."
+            )
         self.progress = Progress(sums=torch.zeros(5, dtype=torch.float64, device=workers.device))
         self.bad_step = torch.tensor(-1, device=workers.device)
         self.attention_steps = GPU_ATTENTION_STEPS if workers.device.type == "cuda" else 1
@@ -237,12 +243,18 @@ class _Run:
             speed: Metrics = {"epoch": progress.epoch, "images_per_second": examples_per_second}
             self.directory.add_metrics(metrics)
             self.directory.add_speed(speed)
-            for name, value in (metrics | speed).items():
-                if name not in ("epoch", "step") and value is not None:
-                    events.add_scalar(name, value, progress.epoch)
-            events.flush()
+            self._write_events(events, metrics | speed)
             if listener is not None:
                 listener.on_epoch(metrics, speed)
+
+    def _write_events(self, events: Any, line: Metrics) -> None:
+        try:
+            for name, value in line.items():
+                if name not in ("epoch", "step") and value is not None:
+                    events.add_scalar(name, value, line["epoch"])
+            events.flush()
+        except OSError as error:
+            raise StorageError(f"{events.log_dir} cannot be written to: {error}. Checkpoints are untouched.") from error
 
     @torch.no_grad()
     def evaluate(self, images: Images) -> tuple[float, float]:

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import tyro
 
 from flatmin.core.arguments import check_p, check_rho
-from flatmin.lab.data.catalog import DATASETS, FOLDER_PREFIX
+from flatmin.lab.data.catalog import DATASETS, FOLDER_PREFIX, dataset_info
 from flatmin.lab.models.names import check_model_name
 
 Augment = Literal["none", "basic", "cutout", "autoaugment", "imagenet"]
@@ -65,6 +65,10 @@ class Data:
         _conform(self)
         if self.name not in DATASETS and not (self.name.startswith(FOLDER_PREFIX) and self.name != FOLDER_PREFIX):
             raise _error(self, "name", f"one of {', '.join(DATASETS)}, or folder:PATH", _close(self.name, DATASETS))
+        crops = self.augment == "imagenet" and dataset_info(self.name).in_memory
+        _require(
+            self, "augment", not crops, f"another one: imagenet crops photographs, and {self.name} has small images"
+        )
         _require(self, "mixup", self.mixup >= 0, "at least 0 (0 is without Mixup)")
         _require(self, "cutout_size", self.cutout_size >= 1, "at least 1 pixel")
         _require(self, "batch_size", self.batch_size >= 1, "at least 1")
@@ -198,14 +202,18 @@ class Optim:
         )
         _require(self, "m", self.m is None or self.m >= 1, "at least 1, or None")
         _require(self, "m", self.m is None or not self.sync_perturbation, "None where sync_perturbation is true")
-        for name in ("adaptive", "m", "sync_perturbation", "second_order"):
-            set_without_sam = self.rho == 0 and getattr(self, name) not in (None, False)
-            _require(self, name, not set_without_sam, "left alone where rho is 0: without SAM it has no meaning")
+        untouched: dict[str, Any] = {"adaptive": None, "m": None, "sync_perturbation": False, "second_order": False}
+        untouched |= {"ascent_steps": 1, "direction": "gradient", "p": 2.0}
+        for name, default in untouched.items():
+            left_alone = self.rho > 0 or getattr(self, name) == default
+            _require(self, name, left_alone, "left alone where rho is 0: without SAM it has no meaning")
+        plain = self.m is None and not self.sync_perturbation and self.adaptive is None
+        one_step = self.ascent_steps == 1 and self.p in (2, math.inf)
         _require(
             self,
             "second_order",
-            not self.second_order or (self.m is None and not self.sync_perturbation),
-            "false where m or sync_perturbation is set",
+            not self.second_order or (plain and one_step),
+            "false where m, sync_perturbation or adaptive is set, ascent_steps is above 1, or p is neither 2 nor inf",
         )
 
 
