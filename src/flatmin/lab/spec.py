@@ -9,23 +9,19 @@ import dataclasses
 import hashlib
 import json
 import math
-import types
-import typing
 from dataclasses import dataclass, field
-from difflib import get_close_matches
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from flatmin.core.arguments import check_p, check_rho
 from flatmin.lab.data.catalog import DATASETS, FOLDER_PREFIX, dataset_info
+from flatmin.lab.fields import SpecError, build, conform, did_you_mean, field_error, plain, require
 from flatmin.lab.models.names import check_model_name
 
+__all__ = ["Claim", "Data", "Experiment", "Model", "Optim", "SpecError"]
+
 Augment = Literal["none", "basic", "cutout", "autoaugment", "imagenet"]
-
-
-class SpecError(Exception):
-    """A value is not allowed; the message names the field, the value and what is allowed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,22 +58,24 @@ class Data:
 
     def __post_init__(self) -> None:
         """Check every field."""
-        _conform(self)
+        conform(self)
         if self.name not in DATASETS and not (self.name.startswith(FOLDER_PREFIX) and self.name != FOLDER_PREFIX):
-            raise _error(self, "name", f"one of {', '.join(DATASETS)}, or folder:PATH", _close(self.name, DATASETS))
+            raise field_error(
+                self, "name", f"one of {', '.join(DATASETS)}, or folder:PATH", did_you_mean(self.name, DATASETS)
+            )
         crops = self.augment == "imagenet" and dataset_info(self.name).in_memory
-        _require(
+        require(
             self, "augment", not crops, f"another one: imagenet crops photographs, and {self.name} has small images"
         )
-        _require(self, "mixup", self.mixup >= 0, "at least 0 (0 is without Mixup)")
-        _require(self, "cutout_size", self.cutout_size >= 1, "at least 1 pixel")
-        _require(self, "batch_size", self.batch_size >= 1, "at least 1")
-        _require(self, "image_size", self.image_size is None or self.image_size >= 8, "at least 8 pixels, or None")
-        _require(self, "train_size", self.train_size is None or self.train_size >= 1, "at least 1, or None for all")
-        _require(self, "validation", 0 <= self.validation < 1, "in [0, 1); the paper holds out 0.1")
-        _require(self, "label_noise", 0 <= self.label_noise <= 1, "in [0, 1]; the paper has 0.2, 0.4, 0.6 and 0.8")
-        _require(self, "extra", not self.extra or self.name == "svhn", "false: only svhn has additional images")
-        _require(self, "seed", self.seed >= 0, "at least 0")
+        require(self, "mixup", self.mixup >= 0, "at least 0 (0 is without Mixup)")
+        require(self, "cutout_size", self.cutout_size >= 1, "at least 1 pixel")
+        require(self, "batch_size", self.batch_size >= 1, "at least 1")
+        require(self, "image_size", self.image_size is None or self.image_size >= 8, "at least 8 pixels, or None")
+        require(self, "train_size", self.train_size is None or self.train_size >= 1, "at least 1, or None for all")
+        require(self, "validation", 0 <= self.validation < 1, "in [0, 1); the paper holds out 0.1")
+        require(self, "label_noise", 0 <= self.label_noise <= 1, "in [0, 1]; the paper has 0.2, 0.4, 0.6 and 0.8")
+        require(self, "extra", not self.extra or self.name == "svhn", "false: only svhn has additional images")
+        require(self, "seed", self.seed >= 0, "at least 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,24 +98,24 @@ class Model:
 
     def __post_init__(self) -> None:
         """Check every field."""
-        _conform(self)
+        conform(self)
         try:
             check_model_name(self.name)
         except ValueError as error:
-            raise _error(self, "name", str(error)) from None
-        _require(
+            raise field_error(self, "name", str(error)) from None
+        require(
             self,
             "norm",
             self.norm == "batch" or self.name.startswith("wrn-"),
             "batch: only wrn-* goes without",
         )
-        _require(
+        require(
             self,
             "head",
             self.head == "auto" or self.checkpoint is not None,
             "auto where there is no checkpoint",
         )
-        _require(
+        require(
             self,
             "freeze_batch_norm",
             not self.freeze_batch_norm or self.checkpoint is not None,
@@ -172,44 +170,44 @@ class Optim:
 
     def __post_init__(self) -> None:
         """Check every field."""
-        _conform(self)
-        _require(self, "lr", self.lr > 0 and math.isfinite(self.lr), "positive")
-        _require(self, "momentum", 0 <= self.momentum < 1, "in [0, 1)")
+        conform(self)
+        require(self, "lr", self.lr > 0 and math.isfinite(self.lr), "positive")
+        require(self, "momentum", 0 <= self.momentum < 1, "in [0, 1)")
         if self.name == "sgd":
-            _require(self, "nesterov", not self.nesterov or self.momentum > 0, "false where momentum is 0")
-        _require(self, "weight_decay", self.weight_decay >= 0, "at least 0")
-        _require(self, "warmup_epochs", self.warmup_epochs >= 0, "at least 0")
-        _require(self, "label_smoothing", 0 <= self.label_smoothing < 1, "in [0, 1)")
-        _require(self, "clip_norm", self.clip_norm is None or self.clip_norm > 0, "positive, or None")
+            require(self, "nesterov", not self.nesterov or self.momentum > 0, "false where momentum is 0")
+        require(self, "weight_decay", self.weight_decay >= 0, "at least 0")
+        require(self, "warmup_epochs", self.warmup_epochs >= 0, "at least 0")
+        require(self, "label_smoothing", 0 <= self.label_smoothing < 1, "in [0, 1)")
+        require(self, "clip_norm", self.clip_norm is None or self.clip_norm > 0, "positive, or None")
         for name, check in (("rho", check_rho), ("p", check_p)):
             try:
                 check(getattr(self, name))
             except ValueError as error:
                 raise SpecError(f"optim.{name}: {error}") from None
-        _require(self, "adaptive", self.adaptive is None or self.adaptive >= 0, "at least 0, or None for plain SAM")
-        _require(self, "ascent_steps", self.ascent_steps >= 1, "at least 1")
-        _require(
+        require(self, "adaptive", self.adaptive is None or self.adaptive >= 0, "at least 0, or None for plain SAM")
+        require(self, "ascent_steps", self.ascent_steps >= 1, "at least 1")
+        require(
             self,
             "ascent_steps",
             self.ascent_steps == 1 or self.p in (1, 2, math.inf),
             "1 where p is not 1, 2 or inf",
         )
-        _require(
+        require(
             self,
             "ascent_steps",
             self.ascent_steps == 1 or self.direction == "gradient",
             "1 where direction is random",
         )
-        _require(self, "m", self.m is None or self.m >= 1, "at least 1, or None")
-        _require(self, "m", self.m is None or not self.sync_perturbation, "None where sync_perturbation is true")
+        require(self, "m", self.m is None or self.m >= 1, "at least 1, or None")
+        require(self, "m", self.m is None or not self.sync_perturbation, "None where sync_perturbation is true")
         untouched: dict[str, Any] = {"adaptive": None, "m": None, "sync_perturbation": False, "second_order": False}
         untouched |= {"ascent_steps": 1, "direction": "gradient", "p": 2.0}
         for name, default in untouched.items():
             left_alone = self.rho > 0 or getattr(self, name) == default
-            _require(self, name, left_alone, "left alone where rho is 0: without SAM it has no meaning")
+            require(self, name, left_alone, "left alone where rho is 0: without SAM it has no meaning")
         plain = self.m is None and not self.sync_perturbation and self.adaptive is None
         one_step = self.ascent_steps == 1 and self.p in (2, math.inf)
-        _require(
+        require(
             self,
             "second_order",
             not self.second_order or (plain and one_step),
@@ -232,7 +230,7 @@ class Claim:
 
     def __post_init__(self) -> None:
         """Check every field."""
-        _conform(self)
+        conform(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,16 +255,16 @@ class Experiment:
 
     def __post_init__(self) -> None:
         """Check every field."""
-        _conform(self)
-        _require(self, "epochs", self.epochs >= 1, "at least 1")
-        _require(self, "evaluate_every", self.evaluate_every >= 1, "at least 1")
-        _require(
+        conform(self)
+        require(self, "epochs", self.epochs >= 1, "at least 1")
+        require(self, "evaluate_every", self.evaluate_every >= 1, "at least 1")
+        require(
             self.optim,
             "warmup_epochs",
             self.optim.warmup_epochs < self.epochs,
             f"less than epochs, which is {self.epochs}",
         )
-        _require(
+        require(
             self.optim,
             "m",
             self.optim.m is None or self.optim.m <= self.data.batch_size,
@@ -275,7 +273,7 @@ class Experiment:
 
     def to_json(self) -> str:
         """Return the whole spec as JSON; `from_json` gives an equal one back."""
-        return json.dumps(_plain(self), indent=2) + "\n"
+        return json.dumps(plain(self), indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> "Experiment":
@@ -288,12 +286,12 @@ class Experiment:
             tree = json.loads(text)
         except json.JSONDecodeError as error:
             raise SpecError(f"This is not a spec in JSON: {error}.") from None
-        experiment: Experiment = _build(cls, tree, "")
+        experiment: Experiment = build(cls, tree, "")
         return experiment
 
     def run_hash(self) -> str:
         """Return ten hexadecimal digits that name this experiment, equal on every machine."""
-        tree = _plain(self, leave_defaults_out=True)
+        tree = plain(self, leave_defaults_out=True)
         tree.pop("name", None)
         tree.pop("claim", None)
         return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:10]
@@ -303,83 +301,3 @@ class Experiment:
         dataset = "folder" if self.data.name.startswith(FOLDER_PREFIX) else self.data.name
         method = self.optim.name if self.optim.rho == 0 else f"sam{self.optim.rho:g}"
         return f"{dataset}-{self.model.name.replace('/', '_')}-{method}-{self.run_hash()}-seed{seed}"
-
-
-def _build(kind: Any, tree: object, path: str) -> Any:
-    if not isinstance(tree, dict):
-        raise SpecError(f"{path or 'The spec'} must be a JSON object, got {tree!r}.")
-    hints: dict[str, Any] = get_type_hints(kind)
-    values: dict[str, Any] = {}
-    for name, value in tree.items():
-        if name not in hints:
-            hint = _close(str(name), hints)
-            raise SpecError(f"{path}{name} is no field.{hint} Allowed: {', '.join(hints)}.")
-        options: tuple[Any, ...] = (hints[name], *get_args(hints[name]))
-        inner = next((option for option in options if dataclasses.is_dataclass(option)), None)
-        if inner is not None and value is not None:
-            value = _build(inner, value, f"{path}{name}.")
-        elif value == "inf" and float in options:
-            value = math.inf
-        values[name] = value
-    return kind(**values)
-
-
-def _plain(spec: Any, *, leave_defaults_out: bool = False) -> dict[str, Any]:
-    # JSON has no infinity; p = inf is the string "inf".
-    tree: dict[str, Any] = {}
-    for f in dataclasses.fields(spec):
-        value = getattr(spec, f.name)
-        if leave_defaults_out and value == (f.default if f.default_factory is dataclasses.MISSING else None):
-            continue
-        if dataclasses.is_dataclass(value):
-            tree[f.name] = _plain(value, leave_defaults_out=leave_defaults_out)
-        else:
-            tree[f.name] = "inf" if value == math.inf else value
-    return tree
-
-
-def _conform(spec: Any) -> None:
-    """Check the type of every field; 1 becomes 1.0 where a float is meant, so that both are one run."""
-    for name, hint in get_type_hints(type(spec)).items():
-        value = getattr(spec, name)
-        if hint is float or (float in get_args(hint)):
-            if isinstance(value, int) and not isinstance(value, bool):
-                value = float(value)
-                object.__setattr__(spec, name, value)
-            if isinstance(value, float) and math.isnan(value):
-                raise _error(spec, name, "a number")
-        if not _is_a(value, hint):
-            raise _error(spec, name, _describe(hint))
-
-
-def _is_a(value: object, hint: Any) -> bool:
-    if get_origin(hint) is Literal:
-        return value in get_args(hint)
-    if isinstance(hint, types.UnionType):
-        return any(_is_a(value, option) for option in get_args(hint))
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, hint)
-
-
-def _describe(hint: Any) -> str:
-    if get_origin(hint) is Literal:
-        return f"one of {', '.join(get_args(hint))}"
-    if isinstance(hint, types.UnionType):
-        return " or ".join(_describe(option) for option in get_args(hint))
-    return "None" if hint is types.NoneType else f"of type {hint.__name__}"
-
-
-def _require(spec: Any, name: str, holds: bool, allowed: str) -> None:
-    if not holds:
-        raise _error(spec, name, allowed)
-
-
-def _error(spec: Any, name: str, allowed: str, hint: str = "") -> SpecError:
-    owner = "" if isinstance(spec, Experiment) else type(spec).__name__.lower() + "."
-    return SpecError(f"{owner}{name} must be {allowed}; got {getattr(spec, name)!r}.{hint}")
-
-
-def _close(word: str, words: typing.Iterable[str]) -> str:
-    close = get_close_matches(word, list(words), n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""
