@@ -402,3 +402,20 @@ def test_torchvision_works_whether_or_not_its_operators_were_declared_here():
     declared = torchvision_operators.declare_missing_operators()
     assert declared != torchvision_operators._compiled_library_loads()
     assert hasattr(torch.ops.torchvision, "nms")
+
+
+def test_a_pipeline_of_files_yields_every_batch_in_order_and_evaluates_in_small_batches(tmp_path):
+    from flatmin.lab.data.pipeline import Pipeline, epoch_batches
+
+    write_folders(tmp_path, per_class=5)
+    data = Data(name=f"folder:{tmp_path}", image_size=8, batch_size=4)
+    dataset = load_dataset(data)
+    info = dataset.info
+    pipeline = Pipeline(data=data, info=info, mean=info.mean, std=info.std, seed=0, device=torch.device("cpu"))
+    expected = epoch_batches(10, data, 0, 3)
+    found = list(pipeline.training(dataset.train, epoch=3))
+    assert [b.examples.tolist() for b in found] == [e.tolist() for e in expected]
+    assert [b.number for b in pipeline.training(dataset.train, epoch=3, start=1)] == [1, 2]
+    tested = list(pipeline.evaluation(dataset.test))
+    assert [len(b.examples) for b in tested] == [4, 4, 2]
+    assert np.concatenate([b.labels.numpy() for b in tested]).tolist() == [0] * 5 + [1] * 5

@@ -4,9 +4,10 @@ The global batches of an epoch depend only on the seed. With W workers each take
 batch, so no example is lost or seen twice, whatever W is.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -21,7 +22,7 @@ from flatmin.lab.data.images import FileImages, Images
 from flatmin.lab.data.randomness import Purpose, permutation
 from flatmin.lab.spec import Data
 
-EVALUATION_BATCH = 500
+EVALUATION_BATCH = 500  # small images; of large ones, as many as in training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,39 +78,30 @@ class Pipeline:
     def training(self, images: Images, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Yield the batches of an epoch, from batch number ``start`` on, shuffled and augmented."""
         batches = epoch_batches(len(images.labels), self.data, self.seed, epoch)
-        jobs = [(number, batches[number]) for number in range(start, len(batches))]
-        if not isinstance(images, FileImages):
-            for number, examples in jobs:
-                yield self._training_batch(images, epoch, number, examples)
-            return
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch") as ahead:
-            # Files are decoded while the network works on the batch before.
-            future = None
-            for number, examples in jobs:
-                following = ahead.submit(self._training_batch, images, epoch, number, examples)
-                if future is not None:
-                    yield future.result()
-                future = following
-            if future is not None:
-                yield future.result()
+        jobs = [partial(self._training_batch, images, epoch, n, batches[n]) for n in range(start, len(batches))]
+        return _made_ahead(jobs) if isinstance(images, FileImages) else (job() for job in jobs)
 
     def evaluation(self, images: Images) -> Iterator[Batch]:
         """Yield this worker's part of a set, in order, each example once, without augmentation."""
         cuts = even_cuts(len(images.labels), self.num_workers)
         mine = np.arange(cuts[self.worker], cuts[self.worker + 1])
-        for number, start in enumerate(range(0, len(mine), EVALUATION_BATCH)):
-            examples = mine[start : start + EVALUATION_BATCH]
-            inputs = self._inputs(images, Draw(seed=self.seed, epoch=0, examples=examples), augmented=False)
-            labels = torch.from_numpy(images.labels[examples]).to(self.device)
-            yield Batch(
-                number=number,
-                examples=examples,
-                inputs=inputs,
-                labels=labels,
-                partner_labels=labels,
-                own_weight=1.0,
-                share=1.0,
-            )
+        small = self.info.in_memory and self.data.image_size is None
+        size = EVALUATION_BATCH if small else max(1, self.data.batch_size // self.num_workers)
+        starts = range(0, len(mine), size)
+        jobs = [partial(self._evaluation_batch, images, n, mine[a : a + size]) for n, a in enumerate(starts)]
+        return _made_ahead(jobs) if isinstance(images, FileImages) else (job() for job in jobs)
+
+    def _evaluation_batch(self, images: Images, number: int, examples: NDArray[np.int64]) -> Batch:
+        labels = torch.from_numpy(images.labels[examples]).to(self.device)
+        return Batch(
+            number=number,
+            examples=examples,
+            inputs=self._inputs(images, Draw(seed=self.seed, epoch=0, examples=examples), augmented=False),
+            labels=labels,
+            partner_labels=labels,
+            own_weight=1.0,
+            share=1.0,
+        )
 
     def _training_batch(self, images: Images, epoch: int, number: int, examples: NDArray[np.int64]) -> Batch:
         cuts = even_cuts(len(examples), self.num_workers)
@@ -153,6 +145,19 @@ class Pipeline:
         if kind in ("cutout", "autoaugment"):
             inputs = augment.cutout(inputs, draw, self.data.cutout_size, shared=self.data.cutout_shared)
         return augment.resize(inputs, self.data.image_size) if self.data.image_size else inputs
+
+
+def _made_ahead(jobs: Sequence[Callable[[], Batch]]) -> Iterator[Batch]:
+    """Yield the batches in order; files of the next one are decoded while the network works on the one before."""
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch") as ahead:
+        future = None
+        for job in jobs:
+            following = ahead.submit(job)
+            if future is not None:
+                yield future.result()
+            future = following
+        if future is not None:
+            yield future.result()
 
 
 def epoch_batches(size: int, data: Data, seed: int, epoch: int) -> list[NDArray[np.int64]]:
