@@ -1,8 +1,8 @@
 """What a SAM step costs beside its two passes: flatmin, its peers, and the limit.
 
 The limit is two forward-backward passes and one step of the base optimizer (SGD with momentum). Time is the median of
-the ratio to it, round by round, with quartiles; memory is the peak over a whole first step (buffers made on the first
-step included) beyond the limit's peak, in units of the parameters' size.
+the ratio to it, round by round, with quartiles; memory is the peak over building the optimizer and a whole first step,
+beyond the limit's peak, in units of the parameters' size.
 """
 
 import copy
@@ -63,9 +63,9 @@ class BareForeach:
 
 
 def contenders(model, x):
+    """Return a step of each contender, and the peak memory of building it and taking its first step."""
     settings = {"lr": 1e-3, "momentum": 0.9}
-    steps = {}
-    sizes = {}
+    steps, peaks = {}, {}
 
     def add(name, make_step):
         own = copy.deepcopy(model)
@@ -76,8 +76,11 @@ def contenders(model, x):
             loss.backward()
             return loss
 
-        steps[name] = make_step(own, closure)
-        sizes[name] = sum(p.numel() * p.element_size() for p in own.parameters())
+        def build_and_step():
+            steps[name] = make_step(own, closure)
+            steps[name]()
+
+        peaks[name] = peak_bytes(build_and_step)
 
     def limit(own, closure):
         base = torch.optim.SGD(own.parameters(), **settings)
@@ -118,29 +121,30 @@ def contenders(model, x):
     add("pytorch_optimizer.SAM, loop", published(False))
     add("pytorch_optimizer.SAM, foreach", published(True))
     add("bare foreach calls", peer(BareForeach))
-    return steps, sizes
+    return steps, peaks
 
 
 def measure(title, model, x, rounds):
-    steps, sizes = contenders(model, x)
+    steps, peaks = contenders(model, x)
     reference = next(iter(steps))
-    peaks = {name: peak_bytes(step) for name, step in steps.items()}
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
     seconds = interleaved(steps, rounds)
     rows = []
     for name in steps:
         middle, low, high = ratio(seconds, name, reference)
-        extra = (peaks[name] - peaks[reference]) / sizes[name]
+        extra = (peaks[name] - peaks[reference]) / size
         rows.append([name, f"{middle:.3f}", f"{low:.3f} to {high:.3f}", f"{extra:.2f}"])
     count = len(list(model.parameters()))
-    print(f"\n### {title}: {count} tensors, {sizes[reference] / 4 / 1e3:,.0f} k parameters, {rounds} rounds\n")
+    print(f"\n### {title}: {count} tensors, {size / 4 / 1e3:,.0f} k parameters, {rounds} rounds\n")
     print(table(["contender", "time / limit", "quartiles", "extra memory / parameters"], rows))
 
 
 def main():
     torch.manual_seed(0)
-    print("\n## A SAM step")
-    measure("ResNet-20, batch 128", resnet20(), torch.randn(128, 3, 32, 32), rounds=15)
-    measure("MLP of width 32, batch 16", mlp(), torch.randn(16, 32), rounds=150)
+    torch.set_num_threads(1)
+    print("\n## A SAM step\n\nCPU time on one thread.")
+    measure("ResNet-20, batch 128", resnet20(), torch.randn(128, 3, 32, 32), rounds=9)
+    measure("MLP of width 32, batch 16", mlp(), torch.randn(16, 32), rounds=100)
 
 
 if __name__ == "__main__":
