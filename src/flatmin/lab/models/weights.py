@@ -14,6 +14,10 @@ PREFIXES = ("module.", "_orig_mod.")  # what DistributedDataParallel and torch.c
 WRAPPERS = ("state_dict", "model", "network")  # under which training scripts keep the weights
 
 
+NEW_HEAD_STD = 0.01
+"""Of a new last layer's weights: large logits of random weights send gradients that destroy what was learned before."""
+
+
 class ModelError(RuntimeError):
     """A network or its weights cannot be had; the message says why and what to do."""
 
@@ -24,10 +28,10 @@ def load_weights(
     """Load a checkpoint file into a network, in place.
 
     Args:
-        network: gets the weights; its last layer is freshly initialised already.
+        network: gets the weights; its last layer, if it is new, gets small random weights from torch's generator.
         path: a .safetensors file, or one of torch's.
         head: the name of the last layer.
-        head_choice: ``new`` leaves the last layer as it is, ``keep`` takes the file's, ``auto`` takes the
+        head_choice: ``new`` starts the last layer afresh, ``keep`` takes the file's, ``auto`` takes the
             file's where its shape is the same.
 
     Raises:
@@ -43,7 +47,9 @@ def load_weights(
             f"{_shape(own, head)}. Use model.head new for another number of classes."
         )
     if head_choice == "new" or not same_shape:
-        weights = {**weights, **{key: own[key] for key in head_keys}}
+        fresh = {key: torch.zeros_like(own[key]) for key in head_keys}
+        nn.init.normal_(fresh[f"{head}.weight"], std=NEW_HEAD_STD)
+        weights = {**weights, **fresh}
     missing = sorted(own.keys() - weights.keys())
     unknown = sorted(weights.keys() - own.keys())
     wrong = sorted(key for key in own.keys() & weights.keys() if own[key].shape != weights[key].shape)
