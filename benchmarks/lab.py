@@ -89,7 +89,7 @@ def main():
         middle, low, high = ratio(seconds, name, reference)
         verdict = "yes" if middle <= limit else "NO"
         rows.append([name, reference, f"{middle:.3f}", f"{low:.3f} to {high:.3f}", f"{limit:g}", verdict])
-    print(f"\nThe lab: WRN-16-2, batch {BATCH}, {resolve_precision('auto', CPU)}, medians of {ROUNDS} rounds")
+    print(f"\n## The lab\n\nWRN-16-2, batch {BATCH}, {resolve_precision('auto', CPU)}, medians of {ROUNDS} rounds")
     print(table(["what", "over", "ratio", "quartiles", "limit", "kept"], rows))
 
 
