@@ -1,0 +1,142 @@
+"""What a study found, in the paper's shape: tables, figures and verdicts, each number with the runs behind it.
+
+A study returns these; ``report`` turns them into a page. Nothing here knows about HTML.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from flatmin.lab.statistics import Interval
+
+Held = Literal["held", "did not hold", "no difference shown", "not tested"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """A number as claimed, as measured, or both."""
+
+    claimed: str | None = None
+    """The paper's number as it is printed, for example "2.7 ± 0.1"."""
+    measured: Interval | None = None
+    """Mean and half the width of its 95 % confidence interval, over replicas."""
+    unit: str = "%"
+    values: tuple[float, ...] = ()
+    """One for each replica."""
+    runs: tuple[str, ...] = ()
+    """The runs it comes from, by the names of their directories."""
+    note: str | None = None
+    """For example "twice the epochs", "1 of 5 diverged"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """SAM against its baseline, paired by seed."""
+
+    name: str
+    difference: Interval
+    """Of SAM minus the baseline: negative errors are better."""
+    p_value: float
+    p_holm: float
+    """Corrected for all comparisons of the table (Holm, 1979)."""
+    num_pairs: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A table in the shape of the paper's."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str | Cell | Comparison]]
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """A curve or a set of points."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    half_width: Sequence[float] | None = None
+    """Of the 95 % confidence intervals of y."""
+    hover: Sequence[str] | None = None
+    """What a point says when it is pointed at."""
+    mode: Literal["lines", "markers", "lines+markers"] = "lines+markers"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LineFigure:
+    """Curves or points over one axis."""
+
+    title: str
+    x_label: str
+    y_label: str
+    series: Sequence[Series]
+    log_x: bool = False
+    log_y: bool = False
+    categories: Sequence[str] | None = None
+    """Where x counts categories: their names."""
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surface:
+    """A height over a square grid."""
+
+    name: str
+    coordinates: Sequence[float]
+    height: Sequence[Sequence[float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SurfaceFigure:
+    """Landscapes side by side, on one scale."""
+
+    title: str
+    height_label: str
+    surfaces: Sequence[Surface]
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """One claim of the paper, and whether it held at this scale."""
+
+    claim: str
+    held: Held
+    evidence: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hyperparameter:
+    """A setting, and where it comes from."""
+
+    name: str
+    value: Any
+    source: Literal["paper", "reference code", "ours", "validation"]
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """All that a study found."""
+
+    item: str
+    scale: str
+    title: str
+    source: str
+    """Where it is in the paper, for example "Table 1, Section 3.1"."""
+    about_scale: str
+    """What differs from the paper's experiment, for people."""
+    tables: Sequence[Table] = ()
+    figures: Sequence[LineFigure | SurfaceFigure] = ()
+    verdicts: Sequence[Verdict] = ()
+    hyperparameters: Sequence[Hyperparameter] = ()
+    notes: Sequence[str] = ()
+    """Slips of the paper, departures, warnings."""
+    runs: Sequence[str] = field(default=())
+    """All runs of the study, by the names of their directories, those that chose hyperparameters included."""
+    num_missing: int = 0
+    """Runs that the study needs and that are not there."""

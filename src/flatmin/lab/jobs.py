@@ -1,0 +1,101 @@
+"""What a study asks of a sweep: networks to train, what to measure of them, and what came of it."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from flatmin.lab.run_directory import Result, read_result
+from flatmin.lab.spec import Experiment
+
+Facts = dict[str, Any]
+MeasurementKind = Literal["sharpness", "spectrum", "landscape", "bound", "cosine"]
+PROBLEM_FILE = "problem.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """Something to measure of a trained network; what is found is kept in RUN/measures as JSON."""
+
+    kind: MeasurementKind
+    settings: tuple[tuple[str, Any], ...] = ()
+    """Names and values that the measure takes, beside the network."""
+    epoch: int | None = None
+    """At the weights after this epoch (the run must have kept them, `keep_every`); at the last ones if None."""
+
+    def file_name(self) -> str:
+        """Return the name of its JSON file: what it is, in brief, and a hash of all of it."""
+        key = json.dumps([self.kind, sorted(self.settings), self.epoch])
+        where = "" if self.epoch is None else f"-epoch{self.epoch}"
+        return f"{self.kind}{where}-{hashlib.sha256(key.encode()).hexdigest()[:10]}.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One run, and what to measure when it is finished."""
+
+    experiment: Experiment
+    seed: int = 0
+    measurements: tuple[Measurement, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The name of the run's directory."""
+        return self.experiment.run_name(self.seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What is known of a job."""
+
+    job: Job
+    result: Result | None = None
+    """None: not run, not finished, or it came to nothing."""
+    measured: dict[Measurement, Facts] = field(default_factory=dict)
+    problem: str | None = None
+    """Why it came to nothing, for example that the loss diverged."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether there is nothing left to do for it."""
+        return self.problem is not None or (
+            self.result is not None and len(self.measured) == len(self.job.measurements)
+        )
+
+
+class Laboratory(Protocol):
+    """Where studies get their runs from: a sweep that runs what is missing, or a folder that is only read."""
+
+    def outcomes(self, jobs: Sequence[Job], what: str) -> list[Outcome]:
+        """Return the outcome of each job, in the same order.
+
+        Args:
+            jobs: what is needed; a job may occur several times.
+            what: one line for people, for example "choosing rho".
+        """
+        ...
+
+
+class Archive:
+    """A folder of runs that is only read: what was not run is missing from the outcomes."""
+
+    def __init__(self, runs: Path) -> None:
+        self.runs = runs
+
+    def outcomes(self, jobs: Sequence[Job], what: str) -> list[Outcome]:
+        """Return what the folder knows of each job."""
+        return [read_outcome(job, self.runs) for job in jobs]
+
+
+def read_outcome(job: Job, runs: Path) -> Outcome:
+    """Return what a folder of runs knows of a job."""
+    path = runs / job.name
+    if (path / PROBLEM_FILE).exists():
+        return Outcome(job=job, problem=json.loads((path / PROBLEM_FILE).read_text())["problem"])
+    if not (path / "result.json").exists():
+        return Outcome(job=job)
+    files = {m: path / "measures" / m.file_name() for m in job.measurements}
+    measured = {m: json.loads(file.read_text()) for m, file in files.items() if file.exists()}
+    return Outcome(job=job, result=read_result(path), measured=measured)

@@ -1,0 +1,1 @@
+"""Publications whose experiments can be run again, one module each."""
