@@ -30,17 +30,9 @@ def save_checkpoint(folder: Path, step: int, state: dict[str, Any]) -> Path:
     Raises:
         StorageError: the disk is full or the folder unwritable; earlier checkpoints are untouched.
     """
-    temporary = folder / f"step-{step:08d}{TEMPORARY_SUFFIX}"
     try:
-        with temporary.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        path = folder / f"step-{step:08d}-{_checksum(temporary)}.pt"
-        temporary.replace(path)
-        _sync_folder(folder)
+        path = _write_state(folder, f"step-{step:08d}", state)
     except (OSError, RuntimeError) as error:  # torch's zip writer turns a full disk into a RuntimeError
-        temporary.unlink(missing_ok=True)
         kept = [p.name for p in checkpoints(folder)]
         raise StorageError(
             f"The checkpoint of step {step} cannot be written to {folder}: {error}. "
@@ -50,6 +42,28 @@ def save_checkpoint(folder: Path, step: int, state: dict[str, Any]) -> Path:
     for old in checkpoints(folder)[NUM_KEPT:]:
         old.unlink(missing_ok=True)
     return path
+
+
+def keep_weights(folder: Path, epoch: int, state: dict[str, Any]) -> Path:
+    """Write the weights after an epoch, to stay.
+
+    Raises:
+        StorageError: the disk is full or the folder unwritable.
+    """
+    try:
+        folder.mkdir(exist_ok=True)
+        return _write_state(folder, f"epoch-{epoch:06d}", state)
+    except (OSError, RuntimeError) as error:
+        raise StorageError(
+            f"The weights of epoch {epoch} cannot be written to {folder}: {error}. Make room, and run the same "
+            "command again to go on."
+        ) from error
+
+
+def kept_weights(folder: Path, epoch: int) -> bytes | None:
+    """Return the weights after an epoch, whole and as they were written, or None."""
+    found = ((path, path.read_bytes()) for path in sorted(folder.glob(f"epoch-{epoch:06d}-*.pt")))
+    return next((content for path, content in found if _is_content_of(path, content)), None)
 
 
 def latest_checkpoint(folder: Path) -> bytes | None:
@@ -63,7 +77,7 @@ def latest_checkpoint(folder: Path) -> bytes | None:
         except OSError as error:
             warnings.warn(f"{path} cannot be read ({error}); going back to the one before.", stacklevel=2)
             continue
-        if hashlib.sha256(content).hexdigest()[:16] == path.stem.rpartition("-")[2]:
+        if _is_content_of(path, content):
             return content
         warnings.warn(f"{path} is damaged (its checksum differs); going back to the one before.", stacklevel=2)
     return None
@@ -103,6 +117,26 @@ def prepare_folder(folder: Path, needed_bytes: int) -> None:
             f"{folder} has {free / 1e9:.2f} GB free, but the checkpoints of this run need {total / 1e9:.2f} GB. "
             "Make room or choose another folder with --runs."
         )
+
+
+def _write_state(folder: Path, stem: str, state: dict[str, Any]) -> Path:
+    temporary = folder / f"{stem}{TEMPORARY_SUFFIX}"
+    try:
+        with temporary.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        path = folder / f"{stem}-{_checksum(temporary)}.pt"
+        temporary.replace(path)
+        _sync_folder(folder)
+    except (OSError, RuntimeError):
+        temporary.unlink(missing_ok=True)
+        raise
+    return path
+
+
+def _is_content_of(path: Path, content: bytes) -> bool:
+    return hashlib.sha256(content).hexdigest()[:16] == path.stem.rpartition("-")[2]
 
 
 def _checksum(path: Path) -> str:

@@ -5,29 +5,29 @@ workers, however often the run was killed in between. For that, everything rando
 example, worker), and a checkpoint between any two steps holds all the rest.
 """
 
-import json
 import signal
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from flatmin.lab.checkpoint import StorageError, latest_checkpoint, prepare_folder, read_state, save_checkpoint
+from flatmin.lab.bootstrap import has_predicted_labels, with_predicted_labels, write_predicted_labels
+from flatmin.lab.checkpoint import keep_weights, latest_checkpoint, prepare_folder, read_state, save_checkpoint
 from flatmin.lab.data.datasets import Dataset, load_dataset
 from flatmin.lab.data.images import Images
 from flatmin.lab.data.pipeline import Pipeline, epoch_batches
 from flatmin.lab.data.randomness import Purpose, torch_seed
+from flatmin.lab.evaluation import evaluate, what_is_evaluated
+from flatmin.lab.events import tensorboard, write_events
 from flatmin.lab.models.build import build_model, freeze_batch_norm, input_statistics
-from flatmin.lab.precision import autocast
-from flatmin.lab.run_directory import Metrics, Result, RunDirectory, RunError
+from flatmin.lab.run_directory import Metrics, Result, RunDirectory, RunError, is_finished
 from flatmin.lab.schedule import learning_rate
-from flatmin.lab.session import Clock, Interruption, noted_signals
+from flatmin.lab.session import Clock, Interruption, Progress, noted_signals
 from flatmin.lab.spec import Experiment
-from flatmin.lab.steps import StepMeasured, Stepper, loss_and_error
+from flatmin.lab.steps import StepMeasured, Stepper
+from flatmin.lab.trained import load_trained
 from flatmin.lab.workers import Workers, join_workers
 
 CHECKPOINT_SECONDS = 60.0
@@ -57,19 +57,6 @@ class Listener(Protocol):
 
     def on_epoch(self, metrics: Metrics, speed: Metrics) -> None:
         """An epoch was completed and evaluated."""
-
-
-@dataclass
-class Progress:
-    """Where a run stands: with weights and optimizer, all that a checkpoint has to hold."""
-
-    epoch: int = 0
-    batch: int = 0
-    step: int = 0
-    time_seconds: float = 0.0
-    history: list[Metrics] = field(default_factory=list)
-    sums: Tensor = field(default_factory=lambda: torch.zeros(5, dtype=torch.float64))
-    """Of this worker in this epoch: examples, and over them loss, error, loss at w + eps, error at w + eps."""
 
 
 def train(
@@ -102,7 +89,23 @@ def train(
         DivergedError: the loss became NaN or infinite.
         InterruptedRun: SIGTERM or Ctrl-C came; everything is saved.
     """
-    with join_workers() as workers, ExitStack() as stack:
+    with join_workers() as workers:
+        if experiment.data.bootstrap and not is_finished(runs / experiment.run_name(seed)):
+            _train(experiment.first_stage(), seed, runs, data_root, listener, checkpoint_seconds, workers)
+        return _train(experiment, seed, runs, data_root, listener, checkpoint_seconds, workers)
+
+
+def _train(
+    experiment: Experiment,
+    seed: int,
+    runs: Path,
+    data_root: Path | None,
+    listener: Listener | None,
+    checkpoint_seconds: float,
+    workers: Workers,
+) -> Result:
+    """Train one network; one that bootstraps needs its finished first stage."""
+    with ExitStack() as stack:
         directory = RunDirectory(experiment, seed, runs)
         if workers.leads:
             directory.open()
@@ -124,8 +127,18 @@ class _Run:
     def __init__(
         self, experiment: Experiment, seed: int, directory: RunDirectory, workers: Workers, data_root: Path | None
     ) -> None:
-        self.experiment, self.seed, self.directory, self.workers = experiment, seed, directory, workers
+        self.experiment, self.directory, self.workers = experiment, directory, workers
         self.dataset = _load_once(experiment, workers, data_root)
+        if experiment.data.bootstrap:
+            if workers.leads and not has_predicted_labels(directory.path):
+                first = load_trained(
+                    directory.path.with_name(experiment.first_stage().run_name(seed)), data_root=data_root
+                )
+                write_predicted_labels(directory.path, self.dataset.train.labels, first.predicted_labels())
+            workers.wait()
+            self.dataset = with_predicted_labels(self.dataset, directory.path)
+            seed = torch_seed(seed, Purpose.SECOND_STAGE)  # from scratch: another start, another order
+        self.seed = seed
         torch.manual_seed(torch_seed(seed, Purpose.NETWORK_INIT))
         info = self.dataset.info
         network = build_model(experiment.model, num_classes=info.num_classes, in_channels=info.channels)
@@ -150,6 +163,7 @@ class _Run:
                 f"A batch of {smallest} examples cannot be divided among {workers.count} workers: each needs one at "
                 "least. Use a larger data.batch_size (or more data), or fewer workers."
             )
+        self.evaluated = what_is_evaluated(info.num_classes)
         self.progress = Progress(sums=torch.zeros(5, dtype=torch.float64, device=workers.device))
         self.bad_step = torch.tensor(-1, device=workers.device)
         self.attention_steps = GPU_ATTENTION_STEPS if workers.device.type == "cuda" else 1
@@ -171,14 +185,15 @@ class _Run:
                 self.directory.write_noise(noise, self.experiment.data.seed, self.dataset.flipped.tolist())
         if content is None:
             self.save()
+            self._keep_weights()
 
     def to_the_end(self, listener: Listener | None, interruption: Interruption, checkpoint_seconds: float) -> Result:
         """Train the remaining epochs."""
         progress, clock = self.progress, Clock(checkpoint_seconds)
         if listener is not None:
             listener.on_start(self.directory.path, self.num_steps, progress.step)
-        with self._tensorboard() as events:
-            while progress.epoch < self.experiment.epochs:
+        with tensorboard(self.directory.path, progress.epoch) if self.workers.leads else nullcontext() as events:
+            while not self._finished():
                 self._training_mode()
                 clock.start()
                 for batch in self.pipeline.training(self.dataset.train, progress.epoch, start=progress.batch):
@@ -230,49 +245,43 @@ class _Run:
             "perturbed_error": perturbed_error / num if sam else None,
             "sharpness": (perturbed_loss - loss) / num if sam else None,
         }
-        evaluates = (
-            progress.epoch + 1
-        ) % self.experiment.evaluate_every == 0 or progress.epoch + 1 == self.experiment.epochs
-        for name, images in (("valid", self.dataset.valid), ("test", self.dataset.test)):
-            if images is not None:
-                found = self.evaluate(images) if evaluates else (None, None)
-                metrics[f"{name}_loss"], metrics[f"{name}_error"] = found
         progress.history.append(metrics)
         progress.epoch, progress.batch, progress.sums = progress.epoch + 1, 0, torch.zeros_like(progress.sums)
+        evaluates = self._finished() or progress.epoch % self.experiment.evaluate_every == 0
+        for name, images in (("valid", self.dataset.valid), ("test", self.dataset.test)):
+            if images is not None:
+                found = self._evaluate(images) if evaluates else dict.fromkeys(self.evaluated)
+                metrics.update({f"{name}_{key}": value for key, value in found.items()})
+        self._keep_weights()
         if self.workers.leads:
             speed: Metrics = {"epoch": progress.epoch, "images_per_second": examples_per_second}
             self.directory.add_metrics(metrics)
             self.directory.add_speed(speed)
-            self._write_events(events, metrics | speed)
+            write_events(events, metrics | speed)
             if listener is not None:
                 listener.on_epoch(metrics, speed)
 
-    def _write_events(self, events: Any, line: Metrics) -> None:
-        try:
-            for name, value in line.items():
-                if name not in ("epoch", "step") and value is not None:
-                    events.add_scalar(name, value, line["epoch"])
-            events.flush()
-        except OSError as error:
-            raise StorageError(f"{events.log_dir} cannot be written to: {error}. Checkpoints are untouched.") from error
+    def _finished(self) -> bool:
+        """Return whether all epochs are done, or the training set is fitted as well as was asked."""
+        progress, stop_loss = self.progress, self.experiment.stop_loss
+        loss = progress.history[-1]["train_loss"] if progress.history else None
+        fitted = stop_loss is not None and loss is not None and loss <= stop_loss
+        return fitted or progress.epoch == self.experiment.epochs
 
-    @torch.no_grad()
-    def evaluate(self, images: Images) -> tuple[float, float]:
-        """Return loss and error rate on a whole set of images, as at test time."""
-        self.network.eval()
-        sums = torch.zeros(3, dtype=torch.float64, device=self.workers.device)
-        for batch in self.pipeline.evaluation(images):
-            with autocast(self.stepper.precision, self.workers.device):
-                logits = self.network(batch.inputs)
-            loss, error = loss_and_error(logits, batch)
-            sums += len(batch.examples) * torch.stack([torch.ones_like(loss), loss, error]).double()
-        num, loss_sum, error_sum = self.workers.sum(sums).tolist()
-        return loss_sum / num, error_sum / num
+    def _evaluate(self, images: Images) -> dict[str, float]:
+        batches = self.pipeline.evaluation(images)
+        return evaluate(self.network, batches, self.evaluated, self.stepper.precision, self.workers)
+
+    def _keep_weights(self) -> None:
+        """Save the weights apart where measures along training were asked for."""
+        every, epoch = self.experiment.keep_every, self.progress.epoch
+        if self.workers.leads and every is not None and epoch % every == 0:
+            keep_weights(self.directory.weights, epoch, {"model": self.network.state_dict()})
 
     def _pause(self, clock: Clock, interruption: Interruption) -> None:
         """Between two steps: stop if the loss is no number, save if it is time to, stop if a signal came."""
         self._stop_if_diverged()
-        finished = self.progress.epoch == self.experiment.epochs
+        finished = self._finished()
         due = finished or (self.workers.leads and clock.checkpoint_is_due())
         stop, save = self._largest(0 if finished else interruption.signal_number, int(due))
         if stop or save:
@@ -316,47 +325,18 @@ class _Run:
             state = {
                 "model": self.network.state_dict(),
                 "optimizer": self.stepper.optimizer.state_dict(),
-                "epoch": progress.epoch,
-                "batch": progress.batch,
-                "step": progress.step,
-                "time_seconds": progress.time_seconds,
-                "history": json.dumps(progress.history),
-                "sums": sums,
+                **progress.to_state(sums),
             }
             save_checkpoint(self.directory.checkpoints, progress.step, state)
 
     def _load(self, state: dict[str, Any]) -> None:
         self.network.load_state_dict(state["model"])
         self.stepper.optimizer.load_state_dict(state["optimizer"])
-        sums: Tensor = state["sums"]
-        if len(sums) != self.workers.count:  # with another number of workers, the leader takes it all
-            sums = torch.cat([sums.sum(0, keepdim=True), sums.new_zeros(self.workers.count - 1, sums.shape[1])])
-        self.progress = Progress(
-            epoch=state["epoch"],
-            batch=state["batch"],
-            step=state["step"],
-            time_seconds=state["time_seconds"],
-            history=json.loads(state["history"]),
-            sums=sums[self.workers.rank].to(self.workers.device),
-        )
+        self.progress = Progress.from_state(state, self.workers)
 
     def _checkpoint_bytes(self) -> int:
         copies = {"sgd": 2, "adamw": 3}[self.experiment.optim.name]  # the weights and the optimizer's averages
         return copies * sum(int(t.nbytes) for t in self.network.state_dict().values())
-
-    @contextmanager
-    def _tensorboard(self) -> Iterator[Any]:
-        if not self.workers.leads:
-            yield None
-            return
-        from torch.utils.tensorboard import SummaryWriter  # slow to import
-
-        # Events of epochs that a killed session had begun are not shown twice.
-        writer = SummaryWriter(str(self.directory.path / "tensorboard"), purge_step=self.progress.epoch + 1)
-        try:
-            yield writer
-        finally:
-            writer.close()
 
 
 def _load_once(experiment: Experiment, workers: Workers, data_root: Path | None) -> Dataset:

@@ -1,6 +1,7 @@
 """The directory of a run and the files in it.
 
-spec.json, metrics.jsonl, speed.jsonl, label_noise.json, environment.json, result.json, tensorboard/, checkpoints/.
+spec.json, metrics.jsonl, speed.jsonl, label_noise.json, predicted_labels.json, environment.json, result.json,
+tensorboard/, checkpoints/, weights/, measures/.
 
 ``metrics.jsonl`` holds only what is the same in every repetition of the run, to the last bit; how fast it went is in
 ``speed.jsonl``.
@@ -62,6 +63,11 @@ class RunDirectory:
         """Where checkpoints are."""
         return self.path / "checkpoints"
 
+    @property
+    def weights(self) -> Path:
+        """Where weights along training are kept, if they are."""
+        return self.path / "weights"
+
     def open(self) -> None:
         """Take the directory for this process and write the spec, or see that it is the one already there.
 
@@ -75,7 +81,7 @@ class RunDirectory:
             if (self.path / "spec.json").exists():
                 self._check_spec()
             else:
-                _write_whole(self.path / "spec.json", self.experiment.to_json())
+                write_whole(self.path / "spec.json", self.experiment.to_json())
         except RunError:
             self.close()
             raise
@@ -93,11 +99,11 @@ class RunDirectory:
 
     def result(self) -> Result | None:
         """Return the result if the run is finished."""
-        return read_result(self.path) if (self.path / "result.json").exists() else None
+        return read_result(self.path) if is_finished(self.path) else None
 
     def write_history(self, history: list[Metrics]) -> None:
         """Replace metrics.jsonl by what a checkpoint knows: lines of a session that was killed are not in it."""
-        _write_whole(self.path / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in history))
+        write_whole(self.path / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in history))
 
     def add_metrics(self, line: Metrics) -> None:
         """Append an epoch to metrics.jsonl."""
@@ -110,13 +116,13 @@ class RunDirectory:
     def write_noise(self, rate: float, seed: int, flipped: list[int]) -> None:
         """Record which training labels were flipped."""
         content = {"rate": rate, "seed": seed, "num_flipped": len(flipped), "flipped": flipped}
-        _write_whole(self.path / "label_noise.json", json.dumps(content) + "\n")
+        write_whole(self.path / "label_noise.json", json.dumps(content) + "\n")
 
     def add_environment(self, facts: dict[str, Any]) -> None:
         """Record where a session of the run takes place: versions, hardware, commit."""
         path = self.path / "environment.json"
         sessions = json.loads(path.read_text())["sessions"] if path.exists() else []
-        _write_whole(path, json.dumps({"sessions": [*sessions, environment() | facts]}, indent=2) + "\n")
+        write_whole(path, json.dumps({"sessions": [*sessions, environment() | facts]}, indent=2) + "\n")
 
     def finish(self, history: list[Metrics], time_seconds: float) -> Result:
         """Write the result: from now on the run is finished."""
@@ -127,7 +133,7 @@ class RunDirectory:
             "history": history,
             "time_seconds": time_seconds,
         }
-        _write_whole(self.path / "result.json", json.dumps(content, indent=2) + "\n")
+        write_whole(self.path / "result.json", json.dumps(content, indent=2) + "\n")
         return Result(
             experiment=self.experiment, seed=self.seed, directory=self.path, history=history, time_seconds=time_seconds
         )
@@ -139,6 +145,11 @@ class RunDirectory:
                 f"{self.path} belongs to another experiment: its spec.json is not the one asked for. A default "
                 "may have changed since. Move the directory away, or choose another folder with --runs."
             )
+
+
+def is_finished(path: Path) -> bool:
+    """Return whether the directory is that of a finished run."""
+    return (path / "result.json").exists()
 
 
 def read_result(path: Path) -> Result:
@@ -200,8 +211,12 @@ def _git(*words: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
 
-def _write_whole(path: Path, text: str) -> None:
-    # Aside and renamed: a file of a run is there in full or not at all.
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that is there in full or not at all.
+
+    Raises:
+        StorageError: it cannot be written; what was there before is untouched.
+    """
     temporary = path.with_suffix(".part")
     try:
         with temporary.open("w") as file:

@@ -1,11 +1,58 @@
-"""A session of a run: its clock, and the signals that may end it."""
+"""A session of a run: where it stands, its clock, and the signals that may end it."""
 
+import json
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatmin.lab.run_directory import Metrics
+from flatmin.lab.workers import Workers
+
+
+@dataclass
+class Progress:
+    """Where a run stands: with weights and optimizer, all that a checkpoint has to hold."""
+
+    epoch: int = 0
+    batch: int = 0
+    step: int = 0
+    time_seconds: float = 0.0
+    history: list[Metrics] = field(default_factory=list)
+    sums: Tensor = field(default_factory=lambda: torch.zeros(5, dtype=torch.float64))
+    """Of this worker in this epoch: examples, and over them loss, error, loss at w + eps, error at w + eps."""
+
+    def to_state(self, sums: Tensor) -> dict[str, Any]:
+        """Return what a checkpoint keeps of it, given the sums of all workers."""
+        return {
+            "epoch": self.epoch,
+            "batch": self.batch,
+            "step": self.step,
+            "time_seconds": self.time_seconds,
+            "history": json.dumps(self.history),
+            "sums": sums,
+        }
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any], workers: Workers) -> "Progress":
+        """Read what `to_state` returned, for one of the workers, which may be others than those that saved."""
+        sums: Tensor = state["sums"]
+        if len(sums) != workers.count:  # with another number of workers, the leader takes it all
+            sums = torch.cat([sums.sum(0, keepdim=True), sums.new_zeros(workers.count - 1, sums.shape[1])])
+        return cls(
+            epoch=state["epoch"],
+            batch=state["batch"],
+            step=state["step"],
+            time_seconds=state["time_seconds"],
+            history=json.loads(state["history"]),
+            sums=sums[workers.rank].to(workers.device),
+        )
 
 
 class Clock:

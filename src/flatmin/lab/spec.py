@@ -51,6 +51,8 @@ class Data:
     """Fraction of the training set held out as a clean validation set (0.1 in the paper)."""
     label_noise: float = 0.0
     """Fraction of the training labels replaced by another class; test and validation stay clean."""
+    bootstrap: bool = False
+    """Train twice: as without it, then from scratch on the labels that the first network predicts (Section 3.3)."""
     extra: bool = False
     """SVHN: train on the 531,131 additional images too."""
     seed: int = 0
@@ -246,6 +248,10 @@ class Experiment:
     """Passes over the training set."""
     evaluate_every: int = 1
     """Evaluate after every so many epochs, and after the last one."""
+    keep_every: int | None = None
+    """Keep the weights of the start and after every so many epochs, to be measured later; only the last if None."""
+    stop_loss: float | None = None
+    """End after the first epoch whose mean training loss is at most this (the schedule stays that of all epochs)."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """bfloat16: autocast (weights stay float32); auto does that where the hardware has it."""
     compile: bool = False
@@ -258,6 +264,8 @@ class Experiment:
         conform(self)
         require(self, "epochs", self.epochs >= 1, "at least 1")
         require(self, "evaluate_every", self.evaluate_every >= 1, "at least 1")
+        require(self, "keep_every", self.keep_every is None or self.keep_every >= 1, "at least 1, or None")
+        require(self, "stop_loss", self.stop_loss is None or self.stop_loss > 0, "positive, or None")
         require(
             self.optim,
             "warmup_epochs",
@@ -288,6 +296,10 @@ class Experiment:
             raise SpecError(f"This is not a spec in JSON: {error}.") from None
         experiment: Experiment = build(cls, tree, "")
         return experiment
+
+    def first_stage(self) -> "Experiment":
+        """Return the experiment whose network relabels the training set of this one (``data.bootstrap``)."""
+        return dataclasses.replace(self, data=dataclasses.replace(self.data, bootstrap=False))
 
     def run_hash(self) -> str:
         """Return ten hexadecimal digits that name this experiment, equal on every machine."""

@@ -3,10 +3,13 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from flatmin.lab.checkpoint import latest_checkpoint, read_state
+from flatmin.lab.bootstrap import with_predicted_labels
+from flatmin.lab.checkpoint import kept_weights, latest_checkpoint, read_state
 from flatmin.lab.data.datasets import Dataset, load_dataset
 from flatmin.lab.data.pipeline import Pipeline
 from flatmin.lab.models.build import build_model, input_statistics
@@ -39,9 +42,21 @@ class Trained:
                     left -= len(labels)
         return batches
 
+    @torch.no_grad()
+    def predicted_labels(self) -> NDArray[np.int64]:
+        """Return the class that the network gives to each training example, not augmented."""
+        logits = [self.network(batch.inputs) for batch in self.pipeline.evaluation(self.dataset.train)]
+        labels: NDArray[np.int64] = torch.cat(logits).argmax(1).cpu().numpy()
+        return labels
 
-def load_trained(path: Path, *, data_root: Path | None = None) -> Trained:
+
+def load_trained(path: Path, *, data_root: Path | None = None, epoch: int | None = None) -> Trained:
     """Read a run's network and dataset; the run need not be finished.
+
+    Args:
+        path: the run's directory.
+        data_root: the first folder in which the dataset is looked for.
+        epoch: take the weights after this epoch, which the run kept (``keep_every``); the latest if None.
 
     Raises:
         RunError: there is no run, or it has no whole checkpoint.
@@ -51,12 +66,11 @@ def load_trained(path: Path, *, data_root: Path | None = None) -> Trained:
         experiment = Experiment.from_json((path / "spec.json").read_text())
     except FileNotFoundError:
         raise RunError(f"{path} is not the directory of a run: it has no spec.json.") from None
-    folder = path / "checkpoints"
-    content = latest_checkpoint(folder) if folder.is_dir() else None
-    if content is None:
-        raise RunError(f"{path} has no whole checkpoint: there is nothing to measure. Train it again.")
+    content = _saved_weights(path, epoch)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dataset = load_dataset(experiment.data, data_root=data_root)
+    if experiment.data.bootstrap:
+        dataset = with_predicted_labels(dataset, path)
     info = dataset.info
     # The weights come from the run, so that the file it started from need not exist any more.
     model = experiment.model.without_checkpoint()
@@ -73,3 +87,16 @@ def load_trained(path: Path, *, data_root: Path | None = None) -> Trained:
         device=device,
     )
     return Trained(experiment=experiment, network=network, dataset=dataset, pipeline=pipeline)
+
+
+def _saved_weights(path: Path, epoch: int | None) -> bytes:
+    if epoch is not None:
+        content = kept_weights(path / "weights", epoch)
+        if content is None:
+            raise RunError(f"{path} has not kept its weights after epoch {epoch}: train with keep_every.")
+        return content
+    folder = path / "checkpoints"
+    content = latest_checkpoint(folder) if folder.is_dir() else None
+    if content is None:
+        raise RunError(f"{path} has no whole checkpoint: there is nothing to measure. Train it again.")
+    return content

@@ -37,6 +37,7 @@ class Purpose(enum.IntEnum):
     NETWORK_NOISE = 18
     DIGITS_TEST = 19
     PERTURBATION = 20
+    SECOND_STAGE = 21
 
 
 def hashed(seed: int, purpose: Purpose, *keys: Keys) -> NDArray[np.uint64]:
