@@ -1,6 +1,7 @@
-"""Every table and figure of Foret et al. (2021), "Sharpness-Aware Minimization for Efficiently Improving Generalization".
+"""Every table and figure of Foret et al. (2021).
 
-``flatmin reproduce NAME --scale SCALE`` runs one of them again. The paper's numbers are in `claims`, `claims_appendix` and
+The paper is "Sharpness-Aware Minimization for Efficiently Improving Generalization" (ICLR 2021), and
+``flatmin reproduce NAME --scale SCALE`` runs one of its items again. Its numbers are in `claims`, `claims_appendix` and
 `claims_figures`, its settings in `settings`, and where each comes from in `hyperparameters`.
 """
 
