@@ -5,12 +5,18 @@ The paper is "Sharpness-Aware Minimization for Efficiently Improving Generalizat
 `claims_figures`, its settings in `settings`, and where each comes from in `hyperparameters`.
 """
 
-from flatmin.lab.papers import claims, claims_appendix, from_scratch, label_noise
+from flatmin.lab.papers import claims, claims_appendix, fine_tuning, from_scratch, label_noise
 from flatmin.lab.papers.item import Item
 
 _ITEMS = (
     Item(name="table1", title=claims.CIFAR.title, source=claims.CIFAR.source, study=from_scratch.table1),
     Item(name="imagenet", title=claims.IMAGENET.title, source=claims.IMAGENET.source, study=from_scratch.imagenet),
+    Item(
+        name="fine-tuning",
+        title=claims.FINETUNING.title,
+        source=claims.FINETUNING.source,
+        study=fine_tuning.fine_tuning,
+    ),
     Item(
         name="label-noise",
         title=claims.LABEL_NOISE.title,
@@ -34,6 +40,12 @@ _ITEMS = (
         title=claims_appendix.CIFAR_RHO_005.title,
         source=claims_appendix.CIFAR_RHO_005.source,
         study=from_scratch.cifar_default_rho,
+    ),
+    Item(
+        name="fine-tuning-rho-0.05",
+        title=claims_appendix.FINETUNING_RHO_005.title,
+        source=claims_appendix.FINETUNING_RHO_005.source,
+        study=fine_tuning.fine_tuning_default_rho,
     ),
 )
 ITEMS = {item.name: item for item in _ITEMS}
