@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -141,7 +142,7 @@ class Show:
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measured(ABC):
     """What all measures have in common."""
 
     run_name: Annotated[str, tyro.conf.Positional]
@@ -155,9 +156,9 @@ class Measured:
     output: Literal["table", "json"] = "table"
     """table: for people; json: one JSON object, for scripts."""
 
+    @abstractmethod
     def measure(self, trained: Any, folder: Path) -> dict[str, Any]:
         """Measure, and write what was found into a folder."""
-        raise NotImplementedError
 
     def run(self, console: Console) -> None:
         """Measure, write JSON and pictures into RUN/measures, print the numbers."""

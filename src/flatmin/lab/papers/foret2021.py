@@ -5,10 +5,25 @@ The paper is "Sharpness-Aware Minimization for Efficiently Improving Generalizat
 `claims_figures`, its settings in `settings`, and where each comes from in `hyperparameters`.
 """
 
-from flatmin.lab.papers import claims, claims_appendix, fine_tuning, from_scratch, label_noise
+from flatmin.lab.papers import (
+    claims,
+    claims_appendix,
+    claims_figures,
+    error_reduction,
+    fine_tuning,
+    from_scratch,
+    label_noise,
+)
 from flatmin.lab.papers.item import Item
 
+_FIGURES = claims_figures.FIGURES
 _ITEMS = (
+    Item(
+        name="error-reduction",
+        title=_FIGURES["error-reduction"].title,
+        source=_FIGURES["error-reduction"].source,
+        study=error_reduction.error_reduction,
+    ),
     Item(name="table1", title=claims.CIFAR.title, source=claims.CIFAR.source, study=from_scratch.table1),
     Item(name="imagenet", title=claims.IMAGENET.title, source=claims.IMAGENET.source, study=from_scratch.imagenet),
     Item(

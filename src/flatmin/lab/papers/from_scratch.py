@@ -34,23 +34,31 @@ SMOKE_FAMILIES = ("wrn-10-1", "shake-shake-26-2x2d", "pyramidnet-11-6", "pyramid
 
 def table1(scale: Scale, lab: Laboratory) -> Findings:
     """Table 1: CIFAR-10 and CIFAR-100, five models, three augmentations."""
-    contests = {"paper": _cifar_paper, "laptop": _small_images_laptop, "smoke": _families_smoke}[scale]()
-    return _findings("table1", scale, lab, contests, claims.CIFAR, "cifar")
+    return _findings("table1", scale, lab, table1_contests(scale), claims.CIFAR, "cifar")
+
+
+def table1_contests(scale: Scale) -> list[Contest]:
+    """Return the conditions of Table 1."""
+    return {"paper": _cifar_paper, "laptop": _small_images_laptop, "smoke": _families_smoke}[scale]()
 
 
 def svhn_fashion(scale: Scale, lab: Laboratory) -> Findings:
     """Table 5: SVHN and Fashion-MNIST, two models, two augmentations."""
+    contests = svhn_fashion_contests(scale)
+    return _findings("svhn-fashion", scale, lab, contests, claims_appendix.SVHN_FASHION, "svhn-fashion")
+
+
+def svhn_fashion_contests(scale: Scale) -> list[Contest]:
+    """Return the conditions of Table 5."""
     if scale == "paper":
-        contests = _svhn_fashion_paper()
-    elif scale == "laptop":
-        contests = [
+        return _svhn_fashion_paper()
+    if scale == "laptop":
+        return [
             _laptop_contest("basic", "fashion-mnist"),
             _laptop_contest("cutout", "fashion-mnist"),
             _laptop_contest("basic", "fashion-mnist", model="shake-shake-26-2x16d"),
         ]
-    else:
-        contests = [_smoke_contest(SMOKE_FAMILIES[0], "basic"), _smoke_contest(SMOKE_FAMILIES[1], "cutout")]
-    return _findings("svhn-fashion", scale, lab, contests, claims_appendix.SVHN_FASHION, "svhn-fashion")
+    return [_smoke_contest(SMOKE_FAMILIES[0], "basic"), _smoke_contest(SMOKE_FAMILIES[1], "cutout")]
 
 
 def cifar_default_rho(scale: Scale, lab: Laboratory) -> Findings:
@@ -67,12 +75,16 @@ def cifar_default_rho(scale: Scale, lab: Laboratory) -> Findings:
 
 def imagenet(scale: Scale, lab: Laboratory) -> Findings:
     """Table 2: ResNets on ImageNet for 100, 200 and 400 epochs, top-1 and top-5 error; nothing doubles."""
-    if scale == "paper":
-        contests = [_imagenet_contest(model, epochs) for model, epochs in settings.IMAGENET]
-    else:
-        contests = _epochs_contests(scale)
     metrics = ("test_error", "test_top5_error") if scale == "paper" else ("test_error",)
+    contests = imagenet_contests(scale)
     return _findings("imagenet", scale, lab, contests, claims.IMAGENET, "imagenet", ("model",), metrics)
+
+
+def imagenet_contests(scale: Scale) -> list[Contest]:
+    """Return the conditions of Table 2."""
+    if scale == "paper":
+        return [_imagenet_contest(model, epochs) for model, epochs in settings.IMAGENET]
+    return _epochs_contests(scale)
 
 
 def _findings(

@@ -1,0 +1,90 @@
+"""By how much SAM lowers the error, one point for each condition: the left of Figure 1."""
+
+from statistics import mean
+
+from flatmin.lab.findings import Findings, LineFigure, Series, Verdict
+from flatmin.lab.jobs import Laboratory
+from flatmin.lab.papers import settings
+from flatmin.lab.papers.claims_figures import FIGURES, error_reductions
+from flatmin.lab.papers.fine_tuning import fine_tuning_contests
+from flatmin.lab.papers.from_scratch import imagenet_contests, svhn_fashion_contests, table1_contests
+from flatmin.lab.papers.item import Scale
+from flatmin.lab.papers.label_noise import SUMMARIES
+from flatmin.lab.papers.protocol import Entry, hold_contests
+from flatmin.lab.papers.scales import SMOKE_SEEDS
+
+
+def error_reduction(scale: Scale, lab: Laboratory) -> Findings:
+    """Figure 1, left: 100 (1 - SAM's mean error / the baseline's), over the conditions of Tables 1, 2, 3 and 5."""
+    contests = [*table1_contests(scale), *imagenet_contests(scale), *svhn_fashion_contests(scale)]
+    contests += fine_tuning_contests(scale, lab)
+    contests = list({contest.name: contest for contest in contests}.values())  # Tables 1 and 5 may share some
+    seeds = SMOKE_SEEDS if scale == "smoke" else tuple(range(settings.NUM_REPLICAS))
+    entries, needed = hold_contests(contests, lab, "error-reduction", seeds)
+    measured = _reductions(entries)
+    claimed = sorted(error_reductions().items(), key=lambda pair: pair[1])
+    series = [
+        Series(
+            name="claimed by the paper",
+            x=list(range(len(claimed))),
+            y=[value for _, value in claimed],
+            hover=[name for name, _ in claimed],
+            mode="markers",
+        )
+    ]
+    for method in dict.fromkeys(method for _, method in measured):
+        points = sorted(((v, name) for (name, m), v in measured.items() if m == method), key=lambda pair: pair[0])
+        series.append(
+            Series(
+                name=f"measured: {method}",
+                x=list(range(len(points))),
+                y=[value for value, _ in points],
+                hover=[name for _, name in points],
+                mode="markers",
+            )
+        )
+    figure = FIGURES["error-reduction"]
+    done = [outcome for outcome in needed if outcome.complete]
+    return Findings(
+        item="error-reduction",
+        scale=scale,
+        title=figure.title,
+        source=figure.source,
+        about_scale=SUMMARIES[scale],
+        figures=[
+            LineFigure(
+                title="Error reduction with SAM, by condition",
+                x_label="condition, in ascending order",
+                y_label="error reduction, % of the baseline's error",
+                series=series,
+                runs=[o.job.name for e in entries for o in (*e.replicas, *e.doubled) if o.result is not None],
+            )
+        ],
+        verdicts=[_verdict(measured)],
+        notes=figure.notes,
+        runs=list(dict.fromkeys(outcome.job.name for outcome in done)),
+        num_missing=len({outcome.job.name for outcome in needed if not outcome.complete})
+        + sum(entry.chosen is None for entry in entries),
+    )
+
+
+def _reductions(entries: list[Entry]) -> dict[tuple[str, str], float]:
+    """Return the reduction in % by condition and method; a contest's first method is its baseline."""
+    found = {}
+    for entry in entries:
+        first = next(e for e in entries if e.contest.name == entry.contest.name)
+        base, own = first.values("test_error"), entry.values("test_error")
+        if entry is not first and base and own and mean(base.values()) > 0:
+            reduction = 100 * (1 - mean(own.values()) / mean(base.values()))
+            found[entry.contest.name, entry.method.name] = reduction
+    return found
+
+
+def _verdict(measured: dict[tuple[str, str], float]) -> Verdict:
+    claim = "SAM lowers the error in most conditions."
+    if not measured:
+        return Verdict(claim=claim, held="not tested", evidence="No condition has been run.")
+    lower = sum(value > 0 for value in measured.values())
+    evidence = f"The mean error is lower in {lower} of {len(measured)} (from {min(measured.values()):+.1f} to "
+    evidence += f"{max(measured.values()):+.1f} % of the baseline's error); the tables have the tests."
+    return Verdict(claim=claim, held="held" if lower > len(measured) / 2 else "did not hold", evidence=evidence)
