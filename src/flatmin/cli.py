@@ -8,7 +8,6 @@ import json
 import os
 import sys
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,6 @@ from typing import Annotated, Any, Literal
 try:
     import tyro
     from rich.console import Console
-    from rich.table import Table
 except ImportError as missing:  # pragma: no cover (the tests have them)
     sys.exit(f"flatmin's command line needs the extra `lab` ({missing.name} is missing): pip install 'flatmin[lab]'")
 
@@ -26,12 +24,14 @@ from flatmin.lab.data.catalog import DATASETS
 from flatmin.lab.data.images import DataError
 from flatmin.lab.demo import Demo
 from flatmin.lab.engine import CHECKPOINT_SECONDS, DivergedError, InterruptedRun, train
+from flatmin.lab.measure_commands import Measure
 from flatmin.lab.models.names import EXAMPLES
 from flatmin.lab.models.weights import ModelError
 from flatmin.lab.papers.foret2021 import ITEMS
 from flatmin.lab.progress import BarListener, JsonListener, write_event
 from flatmin.lab.reproduce import Report, Reproduce
 from flatmin.lab.run_directory import Result, RunError, read_result
+from flatmin.lab.shown import find_run, last_metrics, number, table
 from flatmin.lab.spec import Experiment, SpecError
 
 DESCRIPTION = "Sharpness-Aware Minimization: train networks to flat minima, and measure how flat they are."
@@ -100,16 +100,16 @@ class List:
         if self.what in ("datasets", "all"):
             rows = [(name, info.title, str(info.num_classes)) for name, info in DATASETS.items()]
             rows.append(("folder:PATH", "class folders: PATH/{train,test}/CLASS/*.jpg", "any"))
-            console.print(_table("Datasets", ("name", "what", "classes"), rows))
+            console.print(table("Datasets", ("name", "what", "classes"), rows))
         if self.what in ("models", "all"):
-            console.print(_table("Networks", ("name", "what"), list(EXAMPLES.items())))
+            console.print(table("Networks", ("name", "what"), list(EXAMPLES.items())))
         if self.what in ("items", "all"):
             items = [(item.name, item.source, item.title) for item in ITEMS.values()]
-            console.print(_table("Tables and figures (flatmin reproduce)", ("name", "where", "what"), items))
+            console.print(table("Tables and figures (flatmin reproduce)", ("name", "where", "what"), items))
         if self.what in ("runs", "all"):
             runs = [_run_row(path.parent) for path in sorted(self.runs.glob("*/spec.json"))]
             columns = ("run", "epochs", "train error", "test error", "time")
-            console.print(_table(f"Runs in {self.runs}", columns, runs))
+            console.print(table(f"Runs in {self.runs}", columns, runs))
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,8 @@ class Show:
 
     def run(self, console: Console) -> None:
         """Print it."""
-        path = _find_run(self.run_name, self.runs)
-        spec, metrics = json.loads((path / "spec.json").read_text()), _last_metrics(path)
+        path = find_run(self.run_name, self.runs)
+        spec, metrics = json.loads((path / "spec.json").read_text()), last_metrics(path)
         if self.output == "json":
             environment = path / "environment.json"
             facts = json.loads(environment.read_text()) if environment.exists() else {}
@@ -137,110 +137,8 @@ class Show:
             (f"{part}.{name}", json.dumps(v)) for part in ("data", "model", "optim") for name, v in spec[part].items()
         ]
         rows += [(name, json.dumps(value)) for name, value in spec.items() if not isinstance(value, dict)]
-        console.print(_table(str(path), ("setting", "value"), rows))
-        console.print(_table("Last epoch", ("metric", "value"), [(n, _number(v)) for n, v in metrics.items()]))
-
-
-@dataclass(frozen=True)
-class Measured(ABC):
-    """What all measures have in common."""
-
-    run_name: Annotated[str, tyro.conf.Positional]
-    """The run's directory, or its name (or the beginning of it) in the folder of runs."""
-    runs: Path = Path("runs")
-    """The folder of all runs."""
-    data_root: Path | None = None
-    """The first folder in which datasets are looked for."""
-    num_examples: int | None = None
-    """Measure on the first so many training examples; on all if None."""
-    output: Literal["table", "json"] = "table"
-    """table: for people; json: one JSON object, for scripts."""
-
-    @abstractmethod
-    def measure(self, trained: Any, folder: Path) -> dict[str, Any]:
-        """Measure, and write what was found into a folder."""
-
-    def run(self, console: Console) -> None:
-        """Measure, write JSON and pictures into RUN/measures, print the numbers."""
-        from flatmin.lab.trained import load_trained
-
-        path = _find_run(self.run_name, self.runs)
-        facts = self.measure(load_trained(path, data_root=self.data_root), path / "measures")
-        if self.output == "json":
-            write_event("measure", facts)
-            return
-        rows = [(name, _number(value)) for name, value in facts.items() if not isinstance(value, list)]
-        console.print(_table(f"{path}/measures", ("what", "value"), rows))
-
-
-@dataclass(frozen=True)
-class MeasureSharpness(Measured):
-    """m-sharpness: how far the loss rises within rho, on subsets of m examples (Section 4.1)."""
-
-    rho: float = 0.05
-    """Radius of the ball."""
-    m: int | None = None
-    """Examples in a subset; all if None."""
-    steps: int = 1
-    """Ascent steps."""
-
-    def measure(self, trained: Any, folder: Path) -> dict[str, Any]:
-        """Measure it."""
-        from flatmin.lab.measuring import measure_sharpness
-
-        keywords: dict[str, Any] = {"rho": self.rho, "m": self.m, "steps": self.steps}
-        return measure_sharpness(trained, folder, num_examples=self.num_examples, **keywords)
-
-
-@dataclass(frozen=True)
-class MeasureSpectrum(Measured):
-    """The Hessian's largest eigenvalues and spectral density (Section 4.2)."""
-
-    num_eigenvalues: int = 5
-    """How many of the largest."""
-    steps: int = 80
-    """Lanczos steps of the density."""
-    probes: int = 4
-    """Random starts of the density."""
-
-    def measure(self, trained: Any, folder: Path) -> dict[str, Any]:
-        """Measure it."""
-        from flatmin.lab.measuring import measure_spectrum
-
-        keywords = {"num_eigenvalues": self.num_eigenvalues, "steps": self.steps, "probes": self.probes}
-        return measure_spectrum(trained, folder, num_examples=self.num_examples, **keywords)
-
-
-@dataclass(frozen=True)
-class MeasureLandscape(Measured):
-    """The loss on a plane of random, filter-normalised directions (Figure 1)."""
-
-    span: float = 1.0
-    """How far the plane goes, in units of the directions."""
-    points: int = 51
-    """Points along each side; odd."""
-
-    def measure(self, trained: Any, folder: Path) -> dict[str, Any]:
-        """Measure it."""
-        from flatmin.lab.measuring import measure_landscape
-
-        return measure_landscape(trained, folder, span=self.span, points=self.points, num_examples=self.num_examples)
-
-
-@dataclass(frozen=True)
-class MeasureBound(Measured):
-    """The PAC-Bayes bound on the error, term by term (Appendix A)."""
-
-    rho: float = 0.05
-    """Radius of the ball."""
-    delta: float = 0.05
-    """The probability with which the bound may fail."""
-
-    def measure(self, trained: Any, folder: Path) -> dict[str, Any]:
-        """Measure it."""
-        from flatmin.lab.measuring import measure_bound
-
-        return measure_bound(trained, folder, rho=self.rho, delta=self.delta, num_examples=self.num_examples)
+        console.print(table(str(path), ("setting", "value"), rows))
+        console.print(table("Last epoch", ("metric", "value"), [(n, number(v)) for n, v in metrics.items()]))
 
 
 def _summary(result: Result) -> str:
@@ -254,59 +152,8 @@ def _run_row(path: Path) -> tuple[str, ...]:
         result = read_result(path)
         time, metrics = f"{result.time_seconds:.0f} s", result.metrics
     else:
-        time, metrics = "unfinished", _last_metrics(path)
-    return (path.name, *(_number(metrics.get(name)) for name in ("epoch", "train_error", "test_error")), time)
-
-
-def _last_metrics(path: Path) -> dict[str, Any]:
-    file = path / "metrics.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else []
-    metrics: dict[str, Any] = json.loads(lines[-1]) if lines else {}
-    return metrics
-
-
-def _find_run(name: str, runs: Path) -> Path:
-    """Return the directory of a run, given as a path or as the beginning of a name.
-
-    Raises:
-        RunError: no run, or several, fit.
-    """
-    if (Path(name) / "spec.json").exists():
-        return Path(name)
-    found = [path.parent for path in sorted(runs.glob("*/spec.json")) if path.parent.name.startswith(name)]
-    if len(found) == 1:
-        return found[0]
-    known = ", ".join(p.name for p in found) or "none; `flatmin list runs` shows all"
-    raise RunError(f"{name!r} is neither the directory of a run nor the beginning of one name in {runs} ({known}).")
-
-
-def _table(title: str, columns: Sequence[str], rows: Sequence[tuple[str, ...]]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def _number(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
-
-
-@dataclass(frozen=True)
-class Measure:
-    """Measure how flat the minimum is that a run found; needs no finished run, only a checkpoint."""
-
-    what: (
-        Annotated[MeasureSharpness, tyro.conf.subcommand("sharpness", prefix_name=False)]
-        | Annotated[MeasureSpectrum, tyro.conf.subcommand("spectrum", prefix_name=False)]
-        | Annotated[MeasureLandscape, tyro.conf.subcommand("landscape", prefix_name=False)]
-        | Annotated[MeasureBound, tyro.conf.subcommand("bound", prefix_name=False)]
-    )
-
-    def run(self, console: Console) -> None:
-        """Measure."""
-        self.what.run(console)
+        time, metrics = "unfinished", last_metrics(path)
+    return (path.name, *(number(metrics.get(name)) for name in ("epoch", "train_error", "test_error")), time)
 
 
 COMMANDS: dict[str, Any] = {
