@@ -1,16 +1,20 @@
-"""A sweep in a process of its own, to be killed: python sweep_process.py RUNS NUM_JOBS EPOCHS [ENGINE]."""
+"""A sweep in a process of its own, to be killed: python sweep_process.py RUNS NUM_JOBS EPOCHS [ENGINE].
 
+And jobs for sweeps, with what their processes may run instead; those have to be able to import it.
+"""
+
+import json
+import os
 import sys
 from pathlib import Path
 
 from rich.console import Console
 
 from flatmin.lab.engine import InterruptedRun
-from flatmin.lab.jobs import Job, Measurement
+from flatmin.lab.jobs import Job
 from flatmin.lab.spec import Data, Experiment, Model, Optim
-from flatmin.lab.sweep import sweep
-
-SHARPNESS = Measurement(kind="sharpness", settings=(("num_examples", 20),))
+from flatmin.lab.sweep import run_job, sweep
+from flatmin.lab.sweep_job import Ending
 
 
 def tiny(lr=0.1, rho=0.0, epochs=1, **data):
@@ -27,6 +31,27 @@ def many_jobs(count, epochs):
     """Replicas of four experiments."""
     experiments = [tiny(lr=lr, rho=rho, epochs=epochs) for lr in (0.05, 0.1) for rho in (0.0, 0.1)]
     return [Job(experiment=experiments[i % 4], seed=i // 4) for i in range(count)]
+
+
+def fails_at_first(job, runs, data_root, checkpoint_seconds):
+    """Fail twice, then run."""
+    attempts = runs / f"{job.name}.attempts"
+    attempts.parent.mkdir(exist_ok=True)
+    with attempts.open("a") as file:
+        file.write("x")
+    if len(attempts.read_text()) < 3:
+        return Ending(kind="failed", message="ValueError: not yet")
+    return run_job(job, runs, data_root, checkpoint_seconds)
+
+
+def tells_threads(job, runs, data_root, checkpoint_seconds):
+    """Run, and write down how many threads there are, and what the environment said."""
+    import torch
+
+    facts = {"torch": torch.get_num_threads(), "environment": os.environ["OMP_NUM_THREADS"]}
+    runs.mkdir(exist_ok=True)
+    (runs / "threads.json").write_text(json.dumps(facts))
+    return run_job(job, runs, data_root, checkpoint_seconds)
 
 
 if __name__ == "__main__":
