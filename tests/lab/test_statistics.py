@@ -22,6 +22,13 @@ def test_the_paired_test_sees_differences_and_not_levels():
     assert paired_p_value([1.0, 2.0], [1.0, 2.0]) == 1.0
 
 
+def test_differences_that_are_equal_but_for_rounding_have_no_spread():
+    """0.3 - 0.1 and 0.4 - 0.2 are one number on paper and two in a computer."""
+    assert 0.3 - 0.1 != 0.4 - 0.2
+    assert paired_p_value([0.3, 0.4], [0.1, 0.2]) == 0.0
+    assert paired_p_value([0.1 + 0.2, 0.4], [0.3, 0.4]) == 1.0
+
+
 @pytest.mark.parametrize(
     ("p_values", "adjusted"),
     [

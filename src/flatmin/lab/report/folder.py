@@ -1,0 +1,187 @@
+"""What a folder of runs found, where no item of a paper is meant: its runs by experiment, over seeds."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flatmin.lab.fields import plain
+from flatmin.lab.findings import Cell, Findings, LineFigure, Series, Table
+from flatmin.lab.report.numbers import NOTHING, plural
+from flatmin.lab.report.runs import ERRORS, RunRecord, read_run, without_paths
+from flatmin.lab.report.words import setting_text
+from flatmin.lab.spec import Experiment
+from flatmin.lab.statistics import mean_and_interval
+
+COLUMNS = {"train_error": "train error", "valid_error": "validation error", "test_error": "test error"}
+MOST_CURVES = 10
+"""A figure of more experiments than this could not be read."""
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Replicas of one experiment."""
+
+    experiment: Experiment
+    records: list[RunRecord]
+
+    @property
+    def name(self) -> str:
+        return self.experiment.name or f"{without_paths(self.experiment.data.name)}, {self.experiment.model.name}"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return dict(_flat(without_paths(plain(self.experiment))))
+
+    @property
+    def finished(self) -> list[RunRecord]:
+        return [record for record in self.records if record.state == "finished"]
+
+
+def describe_runs(runs: Path) -> Findings:
+    """Return the runs of a folder by experiment: mean, 95 % confidence interval and number of seeds of each error.
+
+    Args:
+        runs: a folder with directories of runs; directories without a spec are passed over.
+
+    Returns:
+        One table, with what a run's own claim says beside it, and the test errors along training. Runs that are not
+        finished count as missing.
+
+    Raises:
+        ValueError: there is no run in the folder.
+    """
+    names = sorted(path.parent.name for path in runs.glob("*/spec.json"))
+    if not names:
+        raise ValueError(f"There are no runs in {runs}: it has no folders with a spec.json. Choose one with --runs.")
+    records = [read_run(name, runs) for name in names]
+    groups = _by_experiment(records)
+    varied = _varied_settings(groups)
+    groups.sort(key=lambda group: (group.name, [_order(group.settings[name]) for name in varied]))
+    metrics = [metric for metric in ERRORS if any(record.error(metric) is not None for record in records)]
+    rows: list[list[str | Cell]] = [
+        [group.name, *_values(group, varied), *(_cell(group, metric) for metric in metrics)] for group in groups
+    ]
+    header = ["experiment", *_short(varied), *(COLUMNS[metric] for metric in metrics)]
+    return Findings(
+        item="runs",
+        scale="as run",
+        title=f"{plural(len(groups), 'experiment')} in one folder",
+        source="No item of a paper",
+        about_scale=f"{plural(len(records), 'run')} as they are in the folder, by experiment. Nothing is tested here, "
+        "and no claim of a paper is judged: settings and scale are those of the specs in the list of runs.",
+        tables=[Table(title="Errors after the last epoch", columns=header, rows=rows)] if rows else [],
+        figures=_curves(groups, varied),
+        notes=[
+            f"{record.name} cannot be read: {record.reason}" for record in records if record.state == "not readable"
+        ],
+        runs=names,
+        num_missing=sum(not record.complete for record in records),
+    )
+
+
+def _by_experiment(records: Sequence[RunRecord]) -> list[_Group]:
+    groups: dict[str, _Group] = {}
+    for record in sorted(records, key=lambda record: (record.seed or 0, record.name)):
+        if record.experiment is not None:
+            groups.setdefault(record.experiment.run_hash(), _Group(record.experiment, [])).records.append(record)
+    return list(groups.values())
+
+
+def _varied_settings(groups: Sequence[_Group]) -> list[str]:
+    """Return the settings in which experiments differ, and the epochs always; labels change no run."""
+    found: dict[str, set[str]] = {}
+    for group in groups:
+        for name, value in group.settings.items():
+            found.setdefault(name, set()).add(repr(value))
+    apart = [name for name, values in found.items() if len(values) > 1 or name == "epochs"]
+    return [name for name in apart if name != "name" and not name.startswith("claim")]
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _order(value: Any) -> tuple[int, float, str]:
+    return (0, float(value), "") if isinstance(value, int | float) else (1, 0.0, str(value))
+
+
+def _short(varied: Sequence[str]) -> list[str]:
+    """Return the last word of each setting where that is enough to tell it from the others: rho of optim.rho."""
+    last = [name.rpartition(".")[2] for name in varied]
+    return [word if last.count(word) == 1 else name for name, word in zip(varied, last, strict=True)]
+
+
+def _values(group: _Group, varied: Sequence[str]) -> list[str]:
+    return [NOTHING if (value := group.settings[name]) is None else setting_text(value) for name in varied]
+
+
+def _cell(group: _Group, metric: str) -> Cell:
+    found = {record.name: value for record in group.finished if (value := record.error(metric)) is not None}
+    counts = {
+        state: sum(record.state == state for record in group.records) for state in ("came to nothing", "not finished")
+    }
+    return Cell(
+        claimed=_claimed(group.experiment, metric),
+        measured=mean_and_interval(list(found.values())) if found else None,
+        values=tuple(found.values()),
+        runs=tuple(found),
+        note="; ".join(f"{count} of {len(group.records)} {state}" for state, count in counts.items() if count) or None,
+    )
+
+
+def _claimed(experiment: Experiment, metric: str) -> str | None:
+    claim = experiment.claim
+    if claim is None or claim.metric != metric:
+        return None
+    return f"{claim.mean:g}" if claim.ci is None else f"{claim.mean:g} ± {claim.ci:g}"
+
+
+def _curves(groups: Sequence[_Group], varied: Sequence[str]) -> list[LineFigure]:
+    one_name = len({group.name for group in groups}) == 1
+    series, used = [], []
+    for group in groups:
+        points = _test_errors(group)
+        if not points:
+            continue
+        intervals = [mean_and_interval(values) for values in points.values()]
+        widths = [interval.half_width for interval in intervals]
+        settings = zip(_short(varied), _values(group, varied), strict=True)
+        differs = ", ".join(f"{name} {value}" for name, value in settings if value != NOTHING)
+        series.append(
+            Series(
+                name=differs if one_name else f"{group.name}; {differs}",
+                x=list(points),
+                y=[interval.mean for interval in intervals],
+                half_width=None if any(math.isnan(width) for width in widths) else widths,
+            )
+        )
+        used += [record.name for record in group.finished]
+    if not 0 < len(series) <= MOST_CURVES:
+        return []
+    note = "Mean over seeds and its 95 % confidence interval."
+    return [
+        LineFigure(
+            title="Test error along training",
+            x_label="epoch",
+            y_label="test error, %",
+            series=series,
+            note=note,
+            runs=used,
+        )
+    ]
+
+
+def _test_errors(group: _Group) -> dict[int, list[float]]:
+    """Return the test errors of all finished runs in %, by epoch, where all have one."""
+    found: dict[int, list[float]] = {}
+    for record in group.finished:
+        for line in record.history:
+            if line.get("test_error") is not None:
+                found.setdefault(line["epoch"], []).append(100 * float(line["test_error"]))
+    return {epoch: values for epoch, values in found.items() if len(values) == len(group.finished)}

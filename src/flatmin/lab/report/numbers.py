@@ -1,0 +1,124 @@
+"""Numbers as a report prints them: rounded to what their intervals allow."""
+
+import math
+
+from flatmin.lab.findings import Cell, Comparison, Table
+from flatmin.lab.statistics import Interval
+
+MINUS, TIMES, NOTHING = "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}", "\N{EN DASH}"
+
+
+def interval_text(interval: Interval, unit: str = "%") -> str:
+    """Return "mean ± half-width", both rounded to the half-width's first digit (its second after a leading 1).
+
+    Percentages have one decimal at least. Without an interval (one replica) the mean stands alone.
+
+    Example:
+        >>> interval_text(Interval(14.7183, 0.3421)), interval_text(Interval(523.4, 41.0), unit="")
+        ('14.7 ± 0.3', '520 ± 40')
+    """
+    mean, half_width = interval.mean, interval.half_width
+    if not (math.isfinite(half_width) and half_width > 0):
+        alone = number_text(mean, unit)
+        return alone if math.isnan(half_width) else f"{alone} ± {number_text(half_width, unit)}"
+    exponent = math.floor(math.log10(half_width))
+    decimals = -exponent + (f"{half_width:e}"[0] == "1")
+    if decimals > 6:  # a long row of zeros says less than an exponent
+        return _with_minus(f"{mean:.4g} ± {half_width:.1g}")
+    if unit == "%":
+        decimals = max(decimals, 1)
+    shown = max(decimals, 0)
+    return _with_minus(f"{round(mean, decimals):.{shown}f} ± {round(half_width, decimals):.{shown}f}")
+
+
+def number_text(value: float | None, unit: str = "%") -> str:
+    """Return one number: two decimals in %, else four digits.
+
+    Example:
+        >>> number_text(14.7183), number_text(0.000123456, unit=""), number_text(None)
+        ('14.72', '0.0001235', '–')
+    """
+    if value is None or math.isnan(value):
+        return NOTHING
+    return _with_minus(f"{value:.2f}" if unit == "%" and math.isfinite(value) else f"{value:.4g}")
+
+
+def p_text(p_value: float) -> str:
+    """Return a p-value with its sign of relation.
+
+    Example:
+        >>> p_text(0.01234), p_text(1e-5), p_text(float("nan"))
+        ('= 0.012', '< 0.001', '–')
+    """
+    if math.isnan(p_value):
+        return NOTHING
+    return "< 0.001" if p_value < 0.001 else f"= {p_value:.3f}"
+
+
+def time_text(seconds: float) -> str:
+    """Return a time for people.
+
+    Example:
+        >>> time_text(8.24), time_text(83.0), time_text(7384.0)
+        ('8.2 s', '1 min 23 s', '2 h 3 min')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def difference_unit(unit: str) -> str:
+    """Return the unit of a difference: of percentages it is points."""
+    return "points" if unit == "%" else unit
+
+
+def num_replicas(cell: Cell) -> int:
+    """Return how many replicas a cell's mean is over."""
+    return len(cell.values) or len(cell.runs)
+
+
+def common_unit(table: Table) -> str | None:
+    """Return the unit of every number that was measured, where there is one: it is said once, in the caption."""
+    units = {
+        entry.unit
+        for row in table.rows
+        for entry in row
+        if isinstance(entry, Comparison) or (isinstance(entry, Cell) and entry.measured is not None)
+    }
+    return units.pop() if len(units) == 1 else None
+
+
+def measured_text(cell: Cell, *, with_unit: bool) -> str:
+    """Return what was measured, in words of a table's cell."""
+    if cell.measured is None:
+        return NOTHING
+    text = interval_text(cell.measured, cell.unit)
+    return f"{text} {cell.unit}" if with_unit and cell.unit else text
+
+
+def comparison_text(comparison: Comparison, *, with_unit: bool) -> str:
+    """Return the difference of a comparison; p-values are for the caller."""
+    text = interval_text(comparison.difference, comparison.unit)
+    if comparison.difference.mean > 0 and not text.startswith("0"):
+        text = f"+{text}"
+    unit = difference_unit(comparison.unit)
+    return f"{text} {unit}" if with_unit and unit else text
+
+
+def plural(count: int, noun: str) -> str:
+    """Return a count with its noun.
+
+    Example:
+        >>> plural(1, "run"), plural(2, "run")
+        ('1 run', '2 runs')
+    """
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def _with_minus(text: str) -> str:
+    # "-0.00" is a zero; a hyphen would break at the end of a line.
+    zero, separator, rest = text.partition(" ± ")
+    if zero.startswith("-") and float(zero) == 0:
+        zero = zero[1:]
+    return (zero + separator + rest).replace("-", MINUS)
