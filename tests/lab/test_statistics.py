@@ -2,9 +2,10 @@
 
 import math
 
+import numpy as np
 import pytest
 
-from flatmin.lab.statistics import mean_and_interval, paired_p_value
+from flatmin.lab.statistics import holm, mean_and_interval, paired_p_value
 
 
 def test_the_interval_is_students():
@@ -19,3 +20,32 @@ def test_the_paired_test_sees_differences_and_not_levels():
     """Differences (1, 2, 3): t = 2 / (1 / sqrt 3) = 3.4641 with 2 degrees of freedom, p = 0.0742."""
     assert paired_p_value([11.0, 102.0, 1003.0], [10.0, 100.0, 1000.0]) == pytest.approx(0.0741799, rel=1e-5)
     assert paired_p_value([1.0, 2.0], [1.0, 2.0]) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("p_values", "adjusted"),
+    [
+        ([], []),
+        ([0.04], [0.04]),
+        ([0.01, 0.02], [0.02, 0.02]),
+        ([0.04, 0.001, 0.02], [0.04, 0.003, 0.04]),
+        # 2 * 0.03 = 0.06 is above 1 * 0.04: the running maximum holds it up.
+        ([0.04, 0.03], [0.06, 0.06]),
+        ([0.6, 0.7, 0.5], [1.0, 1.0, 1.0]),
+        # The test that could not be made is not one of those that are corrected for.
+        ([0.01, math.nan, 0.02], [0.02, math.nan, 0.02]),
+        ([math.nan, math.nan], [math.nan, math.nan]),
+    ],
+)
+def test_holms_correction_by_hand(p_values, adjusted):
+    assert holm(p_values) == pytest.approx(adjusted, nan_ok=True)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_holm_keeps_the_order_lowers_nothing_and_lies_below_bonferroni(seed):
+    p = np.random.default_rng(seed).uniform(0, 0.2, size=9)
+    adjusted = np.array(holm(p.tolist()))
+    assert np.all(np.diff(adjusted[np.argsort(p)]) >= 0)
+    assert np.all(adjusted >= p)
+    assert np.all(adjusted <= np.minimum(1, 9 * p))
+    assert adjusted.min() == pytest.approx(9 * p.min())

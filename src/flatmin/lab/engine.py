@@ -85,7 +85,8 @@ def train(
         DataError: the dataset is missing or damaged.
         ModelError: the network or its checkpoint cannot be had.
         StorageError: nothing can be written.
-        RunError: another process works on this run.
+        BusyError: another process works on this run.
+        RunError: another experiment is in its directory, or there are more workers than examples in a batch.
         DivergedError: the loss became NaN or infinite.
         InterruptedRun: SIGTERM or Ctrl-C came; everything is saved.
     """

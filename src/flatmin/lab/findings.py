@@ -40,6 +40,12 @@ class Comparison:
     p_holm: float
     """Corrected for all comparisons of the table (Holm, 1979)."""
     num_pairs: int
+    unit: str = "%"
+    """Of what is compared: a difference of errors in % is in points."""
+    values: tuple[float, ...] = ()
+    """The difference for each pair."""
+    runs: tuple[str, ...] = ()
+    """The runs it comes from, by the names of their directories."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +83,10 @@ class LineFigure:
     log_x: bool = False
     log_y: bool = False
     categories: Sequence[str] | None = None
-    """Where x counts categories: their names."""
+    """Where x counts categories, from 0: their names."""
     note: str = ""
+    runs: Sequence[str] = ()
+    """The runs it comes from, by the names of their directories."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +95,9 @@ class Surface:
 
     name: str
     coordinates: Sequence[float]
+    """Of both axes."""
     height: Sequence[Sequence[float]]
+    """height[i][j] is at (coordinates[i], coordinates[j])."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +107,11 @@ class SurfaceFigure:
     title: str
     height_label: str
     surfaces: Sequence[Surface]
+    log_height: bool = False
+    """Heights and colours on a logarithmic scale."""
     note: str = ""
+    runs: Sequence[str] = ()
+    """The runs it comes from, by the names of their directories."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,7 +61,7 @@ class Outcome:
     def complete(self) -> bool:
         """Whether there is nothing left to do for it."""
         return self.problem is not None or (
-            self.result is not None and len(self.measured) == len(self.job.measurements)
+            self.result is not None and self.measured.keys() >= set(self.job.measurements)
         )
 
 

@@ -3,11 +3,13 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 
-from flatmin.lab.trained import Trained
+from flatmin.lab.fields import SpecError
+from flatmin.lab.jobs import Facts, Measurement
+from flatmin.lab.trained import Trained, load_trained
 from flatmin.measures import (
     HessianOperator,
     loss_landscape,
@@ -19,8 +21,6 @@ from flatmin.measures import (
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-Facts = dict[str, Any]
 
 
 def measure_sharpness(
@@ -102,6 +102,48 @@ def measure_bound(trained: Trained, folder: Path, *, rho: float, delta: float, n
         "delta": delta,
     }
     return _written(folder, "bound", facts, found.plot)
+
+
+# What each kind of measurement calls, and the settings it has where nothing else is said.
+MEASURES: dict[str, tuple[Callable[..., Facts], Facts]] = {
+    "sharpness": (measure_sharpness, {"rho": 0.05, "m": None, "steps": 1, "num_examples": None}),
+    "spectrum": (measure_spectrum, {"num_eigenvalues": 5, "steps": 80, "probes": 4, "num_examples": None}),
+    "landscape": (measure_landscape, {"span": 1.0, "points": 51, "num_examples": None}),
+    "bound": (measure_bound, {"rho": 0.05, "delta": 0.05, "num_examples": None}),
+}
+
+
+def measurement_settings(measurement: Measurement) -> Facts:
+    """Return all settings of a measurement, defaults included.
+
+    Raises:
+        SpecError: there is no such measure, or it has no such setting.
+    """
+    if measurement.kind not in MEASURES:
+        raise SpecError(f"{measurement.kind!r} cannot be measured. Allowed: {', '.join(MEASURES)}.")
+    defaults, given = MEASURES[measurement.kind][1], dict(measurement.settings)
+    unknown = given.keys() - defaults.keys()
+    if unknown:
+        raise SpecError(
+            f"{', '.join(sorted(unknown))} is no setting of the measure {measurement.kind}. Allowed: "
+            f"{', '.join(defaults)}."
+        )
+    if measurement.epoch is not None:
+        raise SpecError(f"measurement.epoch must be None: only the last weights are kept, got {measurement.epoch}.")
+    return defaults | given
+
+
+def measured_facts(run: Path, measurement: Measurement, data_root: Path | None = None) -> Facts:
+    """Measure a run's network; pictures go into a folder of this measurement's own, in RUN/measures.
+
+    Raises:
+        SpecError: there is no such measure, or it has no such setting.
+        RunError: there is no run, or it has no whole checkpoint.
+        DataError: the dataset is missing or damaged.
+    """
+    settings = measurement_settings(measurement)
+    folder = run / "measures" / measurement.file_name().removesuffix(".json")
+    return MEASURES[measurement.kind][0](load_trained(run, data_root=data_root), folder, **settings)
 
 
 def _written(folder: Path, name: str, facts: Facts, plot: Callable[[], "Figure"]) -> Facts:

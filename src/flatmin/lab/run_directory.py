@@ -32,6 +32,10 @@ class RunError(RuntimeError):
     """A run cannot begin or go on; the message says why and what to do."""
 
 
+class BusyError(RunError):
+    """Another process works on the run."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Result:
     """A finished run."""
@@ -73,7 +77,8 @@ class RunDirectory:
 
         Raises:
             StorageError: it cannot be written to.
-            RunError: another process works on it, or another experiment is in it.
+            BusyError: another process works on it.
+            RunError: another experiment is in it.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -123,6 +128,14 @@ class RunDirectory:
         path = self.path / "environment.json"
         sessions = json.loads(path.read_text())["sessions"] if path.exists() else []
         write_whole(path, json.dumps({"sessions": [*sessions, environment() | facts]}, indent=2) + "\n")
+
+    def write_json(self, name: str, content: dict[str, Any]) -> None:
+        """Write a file of what else became known of the run; its name may be in a folder."""
+        try:
+            (self.path / name).parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(f"{self.path / name} cannot be written: {error}.") from error
+        _write_whole(self.path / name, json.dumps(content, indent=2) + "\n")
 
     def finish(self, history: list[Metrics], time_seconds: float) -> Result:
         """Write the result: from now on the run is finished."""
@@ -245,5 +258,5 @@ def _locked(path: Path) -> IO[str]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.close()
-            raise RunError(f"Another process is working on {path.parent}. Wait for it, or stop it.") from None
+            raise BusyError(f"Another process is working on {path.parent}. Wait for it, or stop it.") from None
     return file

@@ -39,3 +39,21 @@ def paired_p_value(first: Sequence[float], second: Sequence[float]) -> float:
     if np.all(differences == differences[0]):  # no spread: the test is not defined
         return 1.0 if differences[0] == 0 else 0.0
     return float(stats.ttest_rel(first, second).pvalue)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    r"""Return Holm's step-down adjusted p-values, in the given order.
+
+    With :math:`p_{(1)} \le \dots \le p_{(k)}`, the adjusted one is :math:`\max_{j \le i} \min(1, (k - j + 1) p_{(j)})`
+    (Holm, 1979): those at most alpha are rejected with a family-wise error of at most alpha. A NaN (a test that could
+    not be made) stays NaN and does not count.
+
+    Example:
+        >>> holm([0.01, 0.04, 0.03])
+        [0.03, 0.06, 0.06]
+    """
+    p = np.asarray(p_values, dtype=float)
+    order = np.argsort(p)[: np.count_nonzero(~np.isnan(p))]  # NaN are sorted to the end
+    adjusted = np.full(len(p), math.nan)
+    adjusted[order] = np.maximum.accumulate(np.minimum(1.0, p[order] * np.arange(len(order), 0, -1)))
+    return [float(value) for value in adjusted]
