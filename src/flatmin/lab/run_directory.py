@@ -135,7 +135,7 @@ class RunDirectory:
             (self.path / name).parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise StorageError(f"{self.path / name} cannot be written: {error}.") from error
-        _write_whole(self.path / name, json.dumps(content, indent=2) + "\n")
+        write_whole(self.path / name, json.dumps(content, indent=2) + "\n")
 
     def finish(self, history: list[Metrics], time_seconds: float) -> Result:
         """Write the result: from now on the run is finished."""
