@@ -1,4 +1,4 @@
-"""The command ``flatmin``: demo, train, list, show, measure.
+"""The command ``flatmin``: demo, train, reproduce, report, list, show, measure.
 
 Exit codes: 0 done; 1 a fault of flatmin; 2 a wrong command, setting, network or run; 3 data missing or damaged; 4
 nothing can be written; 5 the loss diverged; 128 + n stopped by signal n (130 Ctrl-C, 143 SIGTERM), everything saved.
@@ -27,7 +27,9 @@ from flatmin.lab.demo import Demo
 from flatmin.lab.engine import CHECKPOINT_SECONDS, DivergedError, InterruptedRun, train
 from flatmin.lab.models.names import EXAMPLES
 from flatmin.lab.models.weights import ModelError
+from flatmin.lab.papers.foret2021 import ITEMS
 from flatmin.lab.progress import BarListener, JsonListener, write_event
+from flatmin.lab.reproduce import Report, Reproduce
 from flatmin.lab.run_directory import Result, RunError, read_result
 from flatmin.lab.spec import Experiment, SpecError
 
@@ -85,9 +87,9 @@ class Train:
 
 @dataclass(frozen=True)
 class List:
-    """List datasets, networks or runs."""
+    """List datasets, networks, tables and figures of the paper, or runs."""
 
-    what: Annotated[Literal["datasets", "models", "runs", "all"], tyro.conf.Positional] = "all"
+    what: Annotated[Literal["datasets", "models", "items", "runs", "all"], tyro.conf.Positional] = "all"
     """What to list."""
     runs: Path = Path("runs")
     """The folder of all runs."""
@@ -100,6 +102,9 @@ class List:
             console.print(_table("Datasets", ("name", "what", "classes"), rows))
         if self.what in ("models", "all"):
             console.print(_table("Networks", ("name", "what"), list(EXAMPLES.items())))
+        if self.what in ("items", "all"):
+            items = [(item.name, item.source, item.title) for item in ITEMS.values()]
+            console.print(_table("Tables and figures (flatmin reproduce)", ("name", "where", "what"), items))
         if self.what in ("runs", "all"):
             runs = [_run_row(path.parent) for path in sorted(self.runs.glob("*/spec.json"))]
             columns = ("run", "epochs", "train error", "test error", "time")
@@ -303,7 +308,15 @@ class Measure:
         self.what.run(console)
 
 
-COMMANDS: dict[str, Any] = {"demo": Demo, "train": Train, "list": List, "show": Show, "measure": Measure}
+COMMANDS: dict[str, Any] = {
+    "demo": Demo,
+    "train": Train,
+    "reproduce": Reproduce,
+    "report": Report,
+    "list": List,
+    "show": Show,
+    "measure": Measure,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -27,7 +27,7 @@ from flatmin.lab.schedule import learning_rate
 from flatmin.lab.session import Clock, Interruption, Progress, noted_signals
 from flatmin.lab.spec import Experiment
 from flatmin.lab.steps import StepMeasured, Stepper
-from flatmin.lab.trained import load_trained
+from flatmin.lab.trained import load_trained, with_weights_file
 from flatmin.lab.workers import Workers, join_workers
 
 CHECKPOINT_SECONDS = 60.0
@@ -142,7 +142,8 @@ class _Run:
         self.seed = seed
         torch.manual_seed(torch_seed(seed, Purpose.NETWORK_INIT))
         info = self.dataset.info
-        network = build_model(experiment.model, num_classes=info.num_classes, in_channels=info.channels)
+        model = with_weights_file(experiment.model, directory.path.parent)
+        network = build_model(model, num_classes=info.num_classes, in_channels=info.channels)
         mean, std = input_statistics(network) or (info.mean, info.std)
         self.network: nn.Module = network.to(workers.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.stepper = Stepper(experiment, self.network, seed, workers)

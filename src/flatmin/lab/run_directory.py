@@ -199,7 +199,7 @@ def environment() -> dict[str, Any]:
         "num_cores": os.cpu_count(),
         "num_threads": torch.get_num_threads(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "command": sys.argv,
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
     }
     for package in PACKAGES:
         try:

@@ -91,7 +91,7 @@ class Model:
     norm: Literal["batch", "none"] = "batch"
     """none: a Wide ResNet without batch norm, started as in SkipInit (the Hessian figure)."""
     checkpoint: str | None = None
-    """File with weights to start from (.safetensors, or torch's .pt/.pth)."""
+    """File with weights to start from (.safetensors, or torch's .pt/.pth), or run:NAME, a run of the same folder."""
     head: Literal["auto", "new", "keep"] = "auto"
     """The last layer of a checkpoint: new initialises it afresh, keep needs the same number of classes, auto
     keeps it where the number of classes is the same."""

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from rich.console import Console
 
@@ -186,11 +186,7 @@ def unite(jobs: Sequence[Job]) -> dict[str, Job]:
 
 def prerequisite(job: Job) -> str | None:
     """Return the name of the run that a job needs first: with bootstrapping, the one whose predictions it learns."""
-    experiment: Any = job.experiment
-    if not getattr(experiment.data, "bootstrap", False):
-        return None
-    name: str = experiment.first_stage().run_name(job.seed)
-    return name
+    return job.experiment.first_stage().run_name(job.seed) if job.experiment.data.bootstrap else None
 
 
 def _outcome(job: Job, runs: Path, failures: dict[str, str]) -> Outcome:

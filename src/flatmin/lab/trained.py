@@ -1,6 +1,6 @@
 """A trained network with its data, read back from the directory of its run, to be measured."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -9,12 +9,15 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from flatmin.lab.bootstrap import with_predicted_labels
-from flatmin.lab.checkpoint import kept_weights, latest_checkpoint, read_state
+from flatmin.lab.checkpoint import checkpoints, kept_weights, latest_checkpoint, read_state
 from flatmin.lab.data.datasets import Dataset, load_dataset
 from flatmin.lab.data.pipeline import Pipeline
 from flatmin.lab.models.build import build_model, input_statistics
+from flatmin.lab.models.weights import ModelError
 from flatmin.lab.run_directory import RunError
-from flatmin.lab.spec import Experiment
+from flatmin.lab.spec import Experiment, Model
+
+RUN_PREFIX = "run:"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +51,21 @@ class Trained:
         logits = [self.network(batch.inputs) for batch in self.pipeline.evaluation(self.dataset.train)]
         labels: NDArray[np.int64] = torch.cat(logits).argmax(1).cpu().numpy()
         return labels
+
+
+def with_weights_file(model: Model, runs: Path) -> Model:
+    """Return the model with a file as its checkpoint where that is another run of a folder (``run:NAME``).
+
+    Raises:
+        ModelError: there is no such run, or it has no checkpoint.
+    """
+    if model.checkpoint is None or not model.checkpoint.startswith(RUN_PREFIX):
+        return model
+    folder = runs / model.checkpoint.removeprefix(RUN_PREFIX) / "checkpoints"
+    found = checkpoints(folder) if folder.is_dir() else []
+    if not found:
+        raise ModelError(f"model.checkpoint is {model.checkpoint}, but there is no checkpoint in {folder}.")
+    return replace(model, checkpoint=str(found[0]))
 
 
 def load_trained(path: Path, *, data_root: Path | None = None, epoch: int | None = None) -> Trained:

@@ -1,0 +1,243 @@
+"""Networks trained from scratch: Tables 1, 2, 5 and 9 (Section 3.1, Appendices B.1 and C.3)."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from flatmin.lab.findings import Findings
+from flatmin.lab.jobs import Laboratory
+from flatmin.lab.papers import claims, claims_appendix, settings
+from flatmin.lab.papers.claimed import Claimed, Claims
+from flatmin.lab.papers.claims import AUGMENTATIONS, CIFAR_ROWS, Classification, ImageNetCell
+from flatmin.lab.papers.contest_tables import contest_findings
+from flatmin.lab.papers.hyperparameters import HYPERPARAMETERS
+from flatmin.lab.papers.item import Scale
+from flatmin.lab.papers.protocol import Contest, Method, as_it_is, hold_contests, with_rates, with_rho
+from flatmin.lab.papers.scales import (
+    LAPTOP,
+    LAPTOP_DECAYS,
+    LAPTOP_LRS,
+    LAPTOP_M,
+    LAPTOP_RHOS,
+    LAPTOP_SUMMARY,
+    PAPER_SUMMARY,
+    SMOKE_SEEDS,
+    SMOKE_SUMMARY,
+    smoke,
+)
+from flatmin.lab.papers.settings import Training
+from flatmin.lab.spec import Augment, Data, Experiment, Model
+
+LABELS = ("model", "augmentation")
+SMOKE_FAMILIES = ("wrn-10-1", "shake-shake-26-2x2d", "pyramidnet-11-6", "pyramidnet-11-6-shakedrop")
+
+
+def table1(scale: Scale, lab: Laboratory) -> Findings:
+    """Table 1: CIFAR-10 and CIFAR-100, five models, three augmentations."""
+    contests = {"paper": _cifar_paper, "laptop": _small_images_laptop, "smoke": _families_smoke}[scale]()
+    return _findings("table1", scale, lab, contests, claims.CIFAR, "cifar")
+
+
+def svhn_fashion(scale: Scale, lab: Laboratory) -> Findings:
+    """Table 5: SVHN and Fashion-MNIST, two models, two augmentations."""
+    if scale == "paper":
+        contests = _svhn_fashion_paper()
+    elif scale == "laptop":
+        contests = [
+            _laptop_contest("basic", "fashion-mnist"),
+            _laptop_contest("cutout", "fashion-mnist"),
+            _laptop_contest("basic", "fashion-mnist", model="shake-shake-26-2x16d"),
+        ]
+    else:
+        contests = [_smoke_contest(SMOKE_FAMILIES[0], "basic"), _smoke_contest(SMOKE_FAMILIES[1], "cutout")]
+    return _findings("svhn-fashion", scale, lab, contests, claims_appendix.SVHN_FASHION, "svhn-fashion")
+
+
+def cifar_default_rho(scale: Scale, lab: Laboratory) -> Findings:
+    """Table 9: the conditions of Table 1 with rho = 0.05 throughout, nothing chosen."""
+    if scale == "paper":
+        contests = _cifar_paper(settings.DEFAULT_RHO)
+    elif scale == "laptop":
+        contests = [_laptop_contest("none", "fashion-mnist", rhos=(settings.DEFAULT_RHO,))]
+        contests += [_laptop_contest("basic", "cifar10", rhos=(settings.DEFAULT_RHO,))]
+    else:
+        contests = [_smoke_contest(SMOKE_FAMILIES[0], "basic", rhos=(settings.DEFAULT_RHO,))]
+    return _findings("rho-0.05", scale, lab, contests, claims_appendix.CIFAR_RHO_005, "cifar")
+
+
+def imagenet(scale: Scale, lab: Laboratory) -> Findings:
+    """Table 2: ResNets on ImageNet for 100, 200 and 400 epochs, top-1 and top-5 error; nothing doubles."""
+    if scale == "paper":
+        contests = [_imagenet_contest(model, epochs) for model, epochs in settings.IMAGENET]
+    else:
+        contests = _epochs_contests(scale)
+    metrics = ("test_error", "test_top5_error") if scale == "paper" else ("test_error",)
+    return _findings("imagenet", scale, lab, contests, claims.IMAGENET, "imagenet", ("model",), metrics)
+
+
+def _findings(
+    item: str,
+    scale: Scale,
+    lab: Laboratory,
+    contests: Sequence[Contest],
+    claimed: Claims[Any],
+    hyperparameters: str,
+    labels: Sequence[str] = LABELS,
+    metrics: Sequence[str] = ("test_error",),
+) -> Findings:
+    seeds = SMOKE_SEEDS if scale == "smoke" else tuple(range(settings.NUM_REPLICAS))
+    entries, needed = hold_contests(contests, lab, item, seeds)
+    return contest_findings(
+        entries,
+        needed,
+        item=item,
+        scale=scale,
+        claims=claimed,
+        about_scale={"paper": PAPER_SUMMARY, "laptop": LAPTOP_SUMMARY, "smoke": SMOKE_SUMMARY}[scale],
+        label_columns=labels,
+        metrics=metrics,
+        hyperparameters=HYPERPARAMETERS[hyperparameters] if scale == "paper" else (),
+    )
+
+
+def _cifar_paper(rho: float | None = None) -> list[Contest]:
+    source = claims.CIFAR if rho is None else claims_appendix.CIFAR_RHO_005
+    return [
+        _paper_contest(row, augment, dataset, settings.CIFAR[row, dataset], source, rho)
+        for row in CIFAR_ROWS
+        for augment in AUGMENTATIONS
+        for dataset in ("cifar10", "cifar100")
+    ]
+
+
+def _svhn_fashion_paper() -> list[Contest]:
+    return [
+        _paper_contest(row, augment, dataset, training, claims_appendix.SVHN_FASHION, None)
+        for (row, dataset), training in settings.SVHN_FASHION.items()
+        for augment in ("basic", "autoaugment")
+    ]
+
+
+def _paper_contest(
+    row: str, augment: str, dataset: str, training: Training, source: Claims[Classification], rho: float | None
+) -> Contest:
+    chosen = training.rho if rho is None else rho
+    start = Experiment(
+        data=Data(
+            name=dataset,
+            augment=settings.small_image_augment(dataset, augment),
+            batch_size=training.batch_size,
+            drop_last=settings.DROP_LAST,
+            cutout_shared=settings.CUTOUT_SHARED,
+            extra=dataset == "svhn",
+        ),
+        model=Model(name=training.model),
+        optim=training.optim(rho=0.0),
+        epochs=training.epochs,
+    )
+    claimed: dict[tuple[str, str], Claimed] = {
+        (name, "test_error"): source[Classification(row, augment, dataset, key)]
+        for name, key in (("SGD", "sgd"), ("SAM", "sam"))
+    }
+    return Contest(
+        labels=(row, augment), column=dataset, start=start, methods=_two_methods(chosen, training.m), claimed=claimed
+    )
+
+
+def _two_methods(rho: float, m: int | None, doubles: bool = True) -> tuple[Method, Method]:
+    return (
+        Method(name="SGD", candidates=as_it_is, doubles=doubles),
+        Method(name="SAM", candidates=with_rho([rho], m), after="SGD"),
+    )
+
+
+def _imagenet_contest(model: str, epochs: int) -> Contest:
+    training = settings.IMAGENET[model, epochs]
+    start = Experiment(
+        data=Data(
+            name="imagenet",
+            augment="imagenet",
+            batch_size=training.batch_size,
+            image_size=settings.IMAGENET_IMAGE_SIZE,
+            drop_last=settings.DROP_LAST,
+        ),
+        model=Model(name=model),
+        optim=training.optim(rho=0.0),
+        epochs=epochs,
+    )
+    claimed = {
+        (name, metric): claims.IMAGENET[ImageNetCell(model, epochs, key, top)]
+        for name, key in (("SGD", "sgd"), ("SAM", "sam"))
+        for metric, top in (("test_error", 1), ("test_top5_error", 5))
+    }
+    methods = _two_methods(training.rho, training.m, doubles=False)
+    return Contest(labels=(model,), column=f"{epochs} epochs", start=start, methods=methods, claimed=claimed)
+
+
+def _small_images_laptop() -> list[Contest]:
+    """Return Table 1's conditions for two cores; the first is the cheapest."""
+    fashion: tuple[Augment, ...] = ("none", "basic", "cutout")
+    cifar: tuple[Augment, ...] = ("basic", "cutout", "autoaugment")
+    contests = [_laptop_contest(augment, "fashion-mnist") for augment in fashion]
+    contests += [_laptop_contest(augment, "cifar10") for augment in cifar]
+    models = ("shake-shake-26-2x16d", "pyramidnet-29-48", "pyramidnet-29-48-shakedrop")
+    return contests + [_laptop_contest("basic", "cifar10", model=model) for model in models]
+
+
+def _laptop_contest(
+    augment: Augment, dataset: str, model: str | None = None, rhos: Sequence[float] = LAPTOP_RHOS
+) -> Contest:
+    start = LAPTOP[dataset]
+    start = replace(start, data=replace(start.data, augment=augment))
+    if model is not None:
+        start = replace(start, model=Model(name=model))
+    return Contest(
+        labels=(start.model.name, augment),
+        column=dataset,
+        start=start,
+        methods=(
+            Method(name="SGD", candidates=with_rates(LAPTOP_LRS, LAPTOP_DECAYS), doubles=True),
+            Method(name="SAM", candidates=with_rho(rhos), after="SGD"),
+            Method(name=f"SAM, m = {LAPTOP_M}", candidates=with_rho(rhos, LAPTOP_M), after="SGD"),
+        ),
+        claimed={},
+    )
+
+
+def _epochs_contests(scale: Scale) -> list[Contest]:
+    """Return what Table 2 asks, on a small scale: more and more epochs, with and without SAM."""
+    contests = []
+    for factor in (1, 2, 4):
+        if scale == "laptop":
+            start = LAPTOP["cifar10"]
+            start = replace(start, data=replace(start.data, augment="basic"))
+        else:
+            start = smoke("wrn-10-1")
+        epochs = factor * (start.epochs if scale == "smoke" else start.epochs // 2)
+        start = replace(start, epochs=epochs, evaluate_every=epochs)
+        methods = _two_methods(settings.IMAGENET["resnet-50", 100].rho, None, doubles=False)
+        contests.append(
+            Contest(labels=(start.model.name,), column=f"{epochs} epochs", start=start, methods=methods, claimed={})
+        )
+    return contests
+
+
+def _families_smoke() -> list[Contest]:
+    augments: tuple[Augment, ...] = ("basic", "cutout", "autoaugment", "none")
+    return [_smoke_contest(model, augment) for model, augment in zip(SMOKE_FAMILIES, augments, strict=True)]
+
+
+def _smoke_contest(model: str, augment: Augment, rhos: Sequence[float] = (0.05, 0.1)) -> Contest:
+    start = smoke(model)
+    start = replace(start, data=replace(start.data, augment=augment))
+    return Contest(
+        labels=(model, augment),
+        column=start.data.name,
+        start=start,
+        methods=(
+            Method(name="SGD", candidates=with_rates((0.1,), (5e-4, 1e-3)), doubles=True),
+            Method(name="SAM", candidates=with_rho(rhos), after="SGD"),
+            Method(name="SAM, m = 10", candidates=with_rho(rhos[:1], 10), after="SGD"),
+        ),
+        claimed={},
+    )

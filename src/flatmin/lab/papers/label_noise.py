@@ -1,0 +1,181 @@
+"""Networks trained on wrong labels: Table 4 and Table 8 (Section 3.3, Appendix C.1)."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from flatmin.lab.findings import Cell, Comparison, Findings, Table
+from flatmin.lab.jobs import Job, Laboratory
+from flatmin.lab.papers import claims, claims_appendix, settings
+from flatmin.lab.papers.claims import NOISE_LITERATURE, NOISE_METHODS, NOISE_PERCENT, NoiseCell
+from flatmin.lab.papers.contest_tables import Rows, contest_findings
+from flatmin.lab.papers.hyperparameters import HYPERPARAMETERS
+from flatmin.lab.papers.item import Scale
+from flatmin.lab.papers.protocol import (
+    CHOOSING_SEED,
+    Contest,
+    Method,
+    as_it_is,
+    hold_contests,
+    percentages,
+    with_rates,
+    with_rho,
+)
+from flatmin.lab.papers.scales import (
+    LAPTOP,
+    LAPTOP_DECAYS,
+    LAPTOP_LRS,
+    LAPTOP_M,
+    LAPTOP_RHOS,
+    LAPTOP_SUMMARY,
+    PAPER_SUMMARY,
+    SMOKE_SEEDS,
+    SMOKE_SUMMARY,
+    smoke,
+)
+from flatmin.lab.spec import Data, Experiment, Model
+from flatmin.lab.statistics import mean_and_interval
+
+SUMMARIES = {"paper": PAPER_SUMMARY, "laptop": LAPTOP_SUMMARY, "smoke": SMOKE_SUMMARY}
+LAPTOP_ALPHAS = (1.0, 8.0)
+SMOKE_PERCENT = (20, 80)
+
+
+def label_noise(scale: Scale, lab: Laboratory) -> Findings:
+    """Table 4: SGD, Mixup and SAM, and the latter two bootstrapped, at 20 to 80 % wrong labels."""
+    percents = SMOKE_PERCENT if scale == "smoke" else NOISE_PERCENT
+    contests = [_contest(scale, percent) for percent in percents]
+    seeds = SMOKE_SEEDS if scale == "smoke" else tuple(range(settings.NUM_REPLICAS))
+    entries, needed = hold_contests(contests, lab, "label-noise", seeds)
+    return contest_findings(
+        entries,
+        needed,
+        item="label-noise",
+        scale=scale,
+        claims=claims.LABEL_NOISE,
+        about_scale=SUMMARIES[scale],
+        label_columns=(),
+        layout="methods in rows",
+        accuracy=True,
+        literature=_literature(percents) if scale == "paper" else [],
+        hyperparameters=HYPERPARAMETERS["label-noise"] if scale == "paper" else (),
+    )
+
+
+def noise_and_rho(scale: Scale, lab: Laboratory) -> Findings:
+    """Table 8: the validation error of bootstrapped SAM for each rho and noise level."""
+    percents = SMOKE_PERCENT if scale == "smoke" else NOISE_PERCENT
+    rhos = (0.0, 0.1) if scale == "smoke" else (0.0, *settings.RHO_GRID)
+    jobs = {}
+    for percent in percents:
+        base = _start(scale, percent)
+        held_out = replace(base.data, validation=settings.VALIDATION, bootstrap=True)
+        for rho in rhos:
+            m = base_m(scale) if rho else None
+            experiment = replace(base, data=held_out, optim=replace(base.optim, rho=rho, m=m))
+            name = f"noise-and-rho/{percent} %/rho {rho:g}"
+            jobs[rho, percent] = Job(experiment=replace(experiment, name=name), seed=CHOOSING_SEED)
+    outcomes = dict(zip(jobs, lab.outcomes(list(jobs.values()), "noise-and-rho"), strict=True))
+    rows: Rows = []
+    for rho in rhos:
+        row: list[str | Cell | Comparison] = [f"{rho:g}"]
+        for percent in percents:
+            outcome = outcomes[rho, percent]
+            values = tuple(percentages([outcome], "valid_error").values())
+            claimed = claims_appendix.NOISE_VALIDATION.cells.get(claims_appendix.RhoNoiseCell(rho, percent))
+            row.append(
+                Cell(
+                    claimed=claimed.printed() if claimed is not None and scale == "paper" else None,
+                    measured=None if not values else mean_and_interval(values),
+                    values=values,
+                    runs=(outcome.job.name,) if values else (),
+                    note=None if outcome.problem is None else "diverged",
+                )
+            )
+        rows.append(row)
+    done = [outcome for outcome in outcomes.values() if outcome.complete]
+    return Findings(
+        item="noise-and-rho",
+        scale=scale,
+        title=claims_appendix.NOISE_VALIDATION.title,
+        source=claims_appendix.NOISE_VALIDATION.source,
+        about_scale=SUMMARIES[scale],
+        tables=[
+            Table(
+                title="Validation error of bootstrapped SAM, %",
+                columns=("rho", *(f"{percent} % noise" for percent in percents)),
+                rows=rows,
+                note="One run each, as in the paper; the validation set is clean.",
+            )
+        ],
+        notes=claims_appendix.NOISE_VALIDATION.notes,
+        runs=[outcome.job.name for outcome in done],
+        num_missing=len(outcomes) - len(done),
+    )
+
+
+def base_m(scale: Scale) -> int | None:
+    """Return how many examples share a perturbation at a scale."""
+    return {"paper": settings.LABEL_NOISE[20].m, "laptop": LAPTOP_M, "smoke": 10}[scale]
+
+
+def _start(scale: Scale, percent: int) -> Experiment:
+    if scale == "paper":
+        training = settings.LABEL_NOISE[percent]
+        start = Experiment(
+            data=Data(name="cifar10", augment="basic", batch_size=training.batch_size, drop_last=settings.DROP_LAST),
+            model=Model(name=training.model),
+            optim=training.optim(rho=0.0),
+            epochs=training.epochs,
+        )
+    else:
+        start = LAPTOP["fashion-mnist"] if scale == "laptop" else smoke("cnn-2")
+    return replace(start, data=replace(start.data, label_noise=percent / 100))
+
+
+def _contest(scale: Scale, percent: int) -> Contest:
+    if scale == "paper":
+        training = settings.LABEL_NOISE[percent]
+        sgd = Method(name="SGD", candidates=as_it_is, doubles=True)
+        sam = [Method(name="SAM", candidates=with_rho([training.rho], training.m), after="SGD")]
+        alphas: Sequence[float] = settings.MIXUP_ALPHAS
+    elif scale == "laptop":
+        sgd = Method(name="SGD", candidates=with_rates(LAPTOP_LRS, LAPTOP_DECAYS), doubles=True)
+        small = f"SAM, m = {LAPTOP_M}"
+        sam = [
+            Method(name="SAM", candidates=with_rho(LAPTOP_RHOS), after="SGD"),
+            Method(name=small, candidates=with_rho(LAPTOP_RHOS, LAPTOP_M), after="SGD"),
+            Method(name=f"Bootstrap + {small}", candidates=_bootstrapped, after=small),
+        ]
+        alphas = LAPTOP_ALPHAS
+    else:
+        sgd = Method(name="SGD", candidates=as_it_is, doubles=True)
+        sam = [Method(name="SAM", candidates=with_rho((0.05, 0.1)), after="SGD")]
+        alphas = (1.0,)
+    mixup = Method(name="Mixup", candidates=_with_mixup(alphas), after="SGD", doubles=scale != "smoke")
+    methods = (
+        sgd,
+        mixup,
+        Method(name="Bootstrap + Mixup", candidates=_bootstrapped, after="Mixup"),
+        *sam,
+        Method(name="Bootstrap + SAM", candidates=_bootstrapped, after="SAM"),
+    )
+    claimed = {
+        (name, "test_error"): claims.LABEL_NOISE[NoiseCell(name, percent)] for name in NOISE_METHODS if scale == "paper"
+    }
+    return Contest(labels=(), column=f"{percent} %", start=_start(scale, percent), methods=methods, claimed=claimed)
+
+
+def _with_mixup(alphas: Sequence[float]) -> Callable[[Experiment], list[Experiment]]:
+    return lambda base: [replace(base, data=replace(base.data, mixup=alpha)) for alpha in alphas]
+
+
+def _bootstrapped(base: Experiment) -> list[Experiment]:
+    return [replace(base, data=replace(base.data, bootstrap=True))]
+
+
+def _literature(percents: Sequence[int]) -> Rows:
+    found: Rows = []
+    for method in NOISE_LITERATURE:
+        cells = [claims.LABEL_NOISE.cells.get(NoiseCell(method, percent)) for percent in percents]
+        found.append([method, *(Cell(claimed=None if c is None else c.printed(), note="cited") for c in cells)])
+    return found

@@ -1,0 +1,139 @@
+"""``flatmin reproduce`` runs the experiments behind a table or figure again; ``flatmin report`` shows what is there."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from rich.console import Console
+
+from flatmin.lab.engine import CHECKPOINT_SECONDS
+from flatmin.lab.fields import SpecError, did_you_mean
+from flatmin.lab.findings import Findings
+from flatmin.lab.jobs import Archive, Job, Laboratory, Outcome
+from flatmin.lab.papers.foret2021 import ITEMS
+from flatmin.lab.papers.item import Item, Scale
+
+
+class Restricted:
+    """A laboratory that runs only some of the jobs it is asked for; what is known of the others is read."""
+
+    def __init__(self, lab: Laboratory, archive: Archive, only: Sequence[str]) -> None:
+        self.lab, self.archive, self.only = lab, archive, only
+
+    def outcomes(self, jobs: Sequence[Job], what: str) -> list[Outcome]:
+        """Run the jobs whose experiment has one of the texts in its name, and return what is known of all."""
+        wanted = [job for job in jobs if any(text in job.experiment.name for text in self.only)]
+        if wanted:
+            self.lab.outcomes(wanted, what)
+        return self.archive.outcomes(jobs, what)
+
+
+@dataclass(frozen=True)
+class Reproduce:
+    """Run the experiments behind a table or figure of the paper again, and write a page: claimed beside measured."""
+
+    items: Annotated[tuple[str, ...], tyro.conf.Positional]
+    """Names of tables and figures (`flatmin list items`), or all."""
+    scale: Scale = "laptop"
+    """paper: its own settings (GPUs and data needed); laptop: small networks, real data, two cores; smoke: seconds."""
+    runs: Path = Path("runs/reproduce")
+    """The folder of all runs; finished ones are never repeated, interrupted ones go on."""
+    out: Path | None = None
+    """Where the page goes; RUNS/report-SCALE if None."""
+    only: tuple[str, ...] = ()
+    """Run only what has one of these texts in its name, for example "table1/wrn-10-2/none"; the rest is read."""
+    engine: Literal["local", "ray"] = "local"
+    """local: processes of this machine; ray: a cluster."""
+    address: str | None = None
+    """Of an existing Ray cluster ("auto" finds one); a local one is started if None."""
+    processes: int = 0
+    """How many networks are trained at once; 0 is as many as there are cores (or GPUs)."""
+    threads: int = 0
+    """Threads of each; 0 is one."""
+    data_root: Path | None = None
+    """The first folder in which datasets are looked for (then FLATMIN_DATA, ./data, the user's cache)."""
+    checkpoint_seconds: float = CHECKPOINT_SECONDS
+    """Save after so many seconds of training."""
+
+    def run(self, console: Console) -> None:
+        """Run the items, one after the other; write the page after each."""
+        from flatmin.lab.sweep import Sweeper
+
+        chosen = _items(self.items)
+        out = self.out or self.runs / f"report-{self.scale}"
+        with Sweeper(
+            runs=self.runs,
+            data_root=self.data_root,
+            engine=self.engine,
+            address=self.address,
+            processes=self.processes,
+            threads=self.threads,
+            checkpoint_seconds=self.checkpoint_seconds,
+            console=console,
+        ) as sweeper:
+            lab: Laboratory = Restricted(sweeper, Archive(self.runs), self.only) if self.only else sweeper
+            found: list[Findings] = []
+            for item in chosen:
+                console.print(f"[bold]{item.source}: {item.title}[/bold] ({item.name}, {self.scale})")
+                found.append(item.study(self.scale, lab))
+                page = _write(found, self.runs, out)
+                _print_verdicts(found[-1], console)
+        console.print(f"The page: {page}")
+
+
+@dataclass(frozen=True)
+class Report:
+    """Write a page on runs that are there: tables in the paper's shape, claimed beside measured; or on any runs."""
+
+    items: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    """Names of tables and figures (`flatmin list items`), or all; without, a plain table of all runs of the folder."""
+    scale: Scale = "laptop"
+    """At which scale they were run."""
+    runs: Path = Path("runs/reproduce")
+    """The folder of the runs."""
+    out: Path | None = None
+    """Where the page goes; RUNS/report-SCALE (or RUNS/report) if None."""
+    title: str = field(default="")
+    """The page's title."""
+
+    def run(self, console: Console) -> None:
+        """Read the runs and write the page."""
+        from flatmin.lab.report import describe_runs
+
+        if not self.items:
+            found = [describe_runs(self.runs)]
+            out = self.out or self.runs / "report"
+        else:
+            found = [item.study(self.scale, Archive(self.runs)) for item in _items(self.items)]
+            out = self.out or self.runs / f"report-{self.scale}"
+        page = _write(found, self.runs, out, self.title)
+        for findings in found:
+            _print_verdicts(findings, console)
+        console.print(f"The page: {page}")
+
+
+def _items(names: Sequence[str]) -> list[Item]:
+    if not names or "all" in names:
+        return list(ITEMS.values())
+    for name in names:
+        if name not in ITEMS:
+            hint = did_you_mean(name, ITEMS)
+            raise SpecError(
+                f"{name!r} is no table or figure of the paper.{hint} There are {', '.join(ITEMS)}, and all."
+            )
+    return [ITEMS[name] for name in names]
+
+
+def _write(found: Sequence[Findings], runs: Path, out: Path, title: str = "") -> Path:
+    from flatmin.lab.report import write_report
+
+    return write_report(found, runs=runs, out=out, **({"title": title} if title else {}))
+
+
+def _print_verdicts(findings: Findings, console: Console) -> None:
+    for verdict in findings.verdicts:
+        console.print(f"  {verdict.held}: {verdict.claim} {verdict.evidence}", highlight=False, markup=False)
+    if findings.num_missing:
+        console.print(f"  {findings.num_missing} runs are missing.", highlight=False)

@@ -1,0 +1,217 @@
+"""The protocol on invented runs: what is chosen, what counts, and what is said of it."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from flatmin.lab.findings import Cell, Comparison
+from flatmin.lab.jobs import Outcome
+from flatmin.lab.papers.claimed import Claimed, Claims
+from flatmin.lab.papers.contest_tables import contest_findings
+from flatmin.lab.papers.protocol import (
+    CHOOSING_SEED,
+    SEEDS,
+    Contest,
+    Method,
+    as_it_is,
+    hold_contests,
+    with_rates,
+    with_rho,
+)
+from flatmin.lab.run_directory import Result
+from flatmin.lab.spec import Data, Experiment, Model, Optim
+
+START = Experiment(data=Data(train_size=50), model=Model(name="cnn-2"), optim=Optim(), epochs=4)
+CLAIMS = Claims(source="Table 0", title="Invented", metric="test error, %", cells={})
+
+
+class Invented:
+    """A laboratory in which a function says how each run ends."""
+
+    def __init__(self, ending):
+        self.ending, self.asked = ending, []
+
+    def outcomes(self, jobs, what):
+        self.asked.append((what, list(jobs)))
+        return [self._outcome(job) for job in jobs]
+
+    def _outcome(self, job):
+        found = self.ending(job)
+        if found is None or isinstance(found, str):
+            return Outcome(job=job, problem=found)
+        metrics = dict(zip(("valid_error", "test_error"), found, strict=True))
+        result = Result(
+            experiment=job.experiment, seed=job.seed, directory=Path(job.name), history=[metrics], time_seconds=1.0
+        )
+        return Outcome(job=job, result=result)
+
+
+def contest(*methods, labels=("net",), column="data", claimed=None):
+    return Contest(labels=labels, column=column, start=START, methods=methods, claimed=claimed or {})
+
+
+SGD = Method(name="SGD", candidates=with_rates((0.1, 0.2), (1e-4, 1e-3)), doubles=True)
+SAM = Method(name="SAM", candidates=with_rho((0.05, 0.1, 0.2)), after="SGD")
+
+
+def by_validation(job):
+    """Best: lr 0.2 with decay 1e-3 (each alone is not), then rho 0.1."""
+    optim = job.experiment.optim
+    base = {(0.1, 1e-4): 0.20, (0.1, 1e-3): 0.25, (0.2, 1e-4): 0.26, (0.2, 1e-3): 0.15}[optim.lr, optim.weight_decay]
+    valid = base - {0.0: 0, 0.05: 0.01, 0.1: 0.03, 0.2: 0.02}[optim.rho]
+    test = 1 - valid  # whoever chooses by the test error chooses wrongly
+    return valid, test + 1e-3 * job.seed
+
+
+def test_settings_are_chosen_by_validation_error_the_baseline_first_then_rho():
+    lab = Invented(by_validation)
+    entries, _ = hold_contests([contest(SGD, SAM)], lab, "item")
+    sgd, sam = entries
+    assert (sgd.chosen.optim.lr, sgd.chosen.optim.weight_decay) == (0.2, 1e-3)
+    assert (sam.chosen.optim.lr, sam.chosen.optim.weight_decay, sam.chosen.optim.rho) == (0.2, 1e-3, 0.1)
+    rounds = [(what, len(jobs)) for what, jobs in lab.asked]
+    assert rounds == [("item: choosing settings", 4), ("item: choosing settings", 3), ("item: replicas", 15)]
+
+
+def test_choosing_holds_out_a_tenth_and_replicas_train_on_all_with_other_seeds():
+    lab = Invented(by_validation)
+    hold_contests([contest(SGD, SAM)], lab, "item")
+    choosing = [job for what, jobs in lab.asked if "choosing" in what for job in jobs]
+    replicas = [job for what, jobs in lab.asked if "replicas" in what for job in jobs]
+    assert {job.experiment.data.validation for job in choosing} == {0.1}
+    assert {job.seed for job in choosing} == {CHOOSING_SEED}
+    assert {job.experiment.data.validation for job in replicas} == {0.0}
+    assert {job.seed for job in replicas} == set(SEEDS) == {0, 1, 2, 3, 4}
+    assert len({job.name for job in replicas}) == 15
+
+
+@pytest.mark.parametrize(("doubled_error", "expected"), [(0.3, 30.0), (0.5, 40.0)])
+def test_the_baselines_better_mean_counts_and_only_the_baseline_doubles(doubled_error, expected):
+    def ending(job):
+        return 0.1, doubled_error if job.experiment.epochs == 8 else 0.4
+
+    one_sgd = replace(SGD, candidates=as_it_is)
+    entries, _ = hold_contests([contest(one_sgd, replace(SAM, candidates=with_rho((0.1,))))], Invented(ending), "item")
+    sgd, sam = entries
+    assert sgd.values("test_error") == pytest.approx(dict.fromkeys(SEEDS, expected))
+    assert {o.job.experiment.epochs for o in sgd.counted("test_error")} == {8 if expected == 30.0 else 4}
+    assert (sgd.note == "twice the epochs") == (expected == 30.0)
+    assert sam.doubled == ()
+    assert {o.job.experiment.epochs for o in sam.replicas} == {4}
+
+
+def test_a_run_that_diverged_is_never_chosen_and_a_missing_one_leaves_the_choice_open():
+    def diverges(job):
+        return "diverged" if job.experiment.optim.rho == 0.1 else by_validation(job)
+
+    def missing(job):
+        return None if job.experiment.optim.rho == 0.05 else by_validation(job)
+
+    assert hold_contests([contest(SGD, SAM)], Invented(diverges), "item")[0][1].chosen.optim.rho == 0.2
+    entries, needed = hold_contests([contest(SGD, SAM)], Invented(missing), "item")
+    assert entries[1].chosen is None
+    assert entries[1].replicas == ()
+    assert sum(not outcome.complete for outcome in needed) == 1
+
+
+def test_a_method_may_start_from_what_another_one_chose():
+    def bootstrapped(base):
+        return [replace(base, data=replace(base.data, bootstrap=True))]
+
+    after = Method(name="Bootstrap + SAM", candidates=bootstrapped, after="SAM")
+    entries, _ = hold_contests([contest(SGD, SAM, after)], Invented(by_validation), "item")
+    assert entries[2].chosen.optim.rho == 0.1
+    assert entries[2].chosen.data.bootstrap
+    assert entries[2].chosen.first_stage().run_hash() == entries[1].chosen.run_hash()
+
+
+def found(ending, contests, **changes):
+    entries, needed = hold_contests(contests, Invented(ending), "item")
+    keywords = {"item": "item", "scale": "smoke", "claims": CLAIMS, "about_scale": "", "label_columns": ("model",)}
+    return contest_findings(entries, needed, **{**keywords, **changes})
+
+
+SAM_ERRORS, SGD_ERRORS = (0.20, 0.21, 0.19, 0.22, 0.20), (0.25, 0.24, 0.26, 0.24, 0.27)
+
+
+def clear_difference(job):
+    errors = SAM_ERRORS if job.experiment.optim.rho else SGD_ERRORS
+    return 0.1, errors[job.seed] if job.seed != CHOOSING_SEED else 0.5
+
+
+ONE_SGD, ONE_SAM = Method(name="SGD", candidates=as_it_is), replace(SAM, candidates=with_rho((0.1,)))
+
+
+def test_cells_hold_the_mean_its_interval_the_values_and_the_runs():
+    claimed = {("SAM", "test_error"): Claimed.read("2.7 ± 0.1")}
+    table = found(clear_difference, [contest(ONE_SGD, ONE_SAM, claimed=claimed)]).tables[0]
+    assert list(table.columns) == ["model", "data: SGD", "data: SAM"]
+    cell = table.rows[0][2]
+    assert isinstance(cell, Cell)
+    values = 100 * np.array(SAM_ERRORS)
+    assert cell.claimed == "2.7 ± 0.1"
+    assert cell.measured.mean == pytest.approx(values.mean())
+    expected = stats.t.interval(0.95, 4, loc=values.mean(), scale=stats.sem(values))
+    assert cell.measured.mean + cell.measured.half_width == pytest.approx(expected[1])
+    assert cell.values == pytest.approx(values)
+    assert len(cell.runs) == 5
+    assert all(name.endswith(f"seed{seed}") for seed, name in enumerate(cell.runs))
+
+
+def comparison_of(findings):
+    return next(c for table in findings.tables for row in table.rows for c in row if isinstance(c, Comparison))
+
+
+def test_comparisons_are_paired_by_seed_and_corrected_within_the_table():
+    contests = [contest(ONE_SGD, ONE_SAM), contest(ONE_SGD, ONE_SAM, labels=("other",))]
+    findings = found(clear_difference, contests)
+    comparison = comparison_of(findings)
+    expected = stats.ttest_rel(SAM_ERRORS, SGD_ERRORS).pvalue
+    assert comparison.p_value == pytest.approx(expected)
+    assert comparison.p_holm == pytest.approx(2 * expected)
+    assert comparison.difference.mean == pytest.approx(100 * (np.mean(SAM_ERRORS) - np.mean(SGD_ERRORS)))
+    assert [v.held for v in findings.verdicts] == ["held", "held"]
+
+
+def test_verdicts_say_held_did_not_hold_or_nothing_shown():
+    def swapped(job):
+        other = Optim(rho=0.0 if job.experiment.optim.rho else 0.1)
+        return clear_difference(replace(job, experiment=replace(job.experiment, optim=other)))
+
+    def noise(job):
+        return 0.1, (0.2, 0.3, 0.25, 0.2, 0.3)[job.seed - (1 if job.experiment.optim.rho else 0)]
+
+    assert [v.held for v in found(swapped, [contest(ONE_SGD, ONE_SAM)]).verdicts] == ["did not hold"]
+    assert [v.held for v in found(noise, [contest(ONE_SGD, ONE_SAM)]).verdicts] == ["no difference shown"]
+
+
+def test_accuracies_are_shown_where_the_paper_shows_them_and_literature_is_only_cited():
+    rows = [["Others (2019)", Cell(claimed="94.0")]]
+    layout = {"layout": "methods in rows", "accuracy": True, "literature": rows}
+    table = found(clear_difference, [contest(ONE_SGD, ONE_SAM)], **layout).tables[0]
+    assert [row[0] for row in table.rows] == ["Others (2019)", "SGD", "SAM"]
+    assert table.rows[2][1].measured.mean == pytest.approx(100 - 100 * np.mean(SAM_ERRORS))
+    assert table.rows[0][1].measured is None
+
+
+def test_nothing_run_gives_an_honest_empty_page():
+    findings = found(lambda job: None, [contest(SGD, SAM)])
+    assert findings.num_missing > 0
+    assert findings.runs == []
+    assert all(v.held == "not tested" for v in findings.verdicts)
+    assert all(c.measured is None for row in findings.tables[0].rows for c in row if isinstance(c, Cell))
+
+
+def test_the_validation_errors_that_chose_are_shown():
+    findings = found(by_validation, [contest(SGD, SAM)])
+    table = next(t for t in findings.tables if "chosen" in t.title)
+    assert len(table.rows) == 7
+    chosen = [row for row in table.rows if row[-1] == "chosen"]
+    assert [row[2] for row in chosen] == ["lr 0.2, decay 0.001", "lr 0.2, decay 0.001, rho 0.1"]
+    assert [float(row[3]) for row in chosen] == pytest.approx([15.0, 12.0])
+    assert all(h.source == "validation" for h in findings.hyperparameters)
+    assert not any(math.isnan(float(row[3])) for row in table.rows)
