@@ -15,6 +15,7 @@ from flatmin.measures import (
     loss_landscape,
     m_sharpness,
     pac_bayes_bound,
+    sam_update_cosine,
     spectral_density,
     top_eigenvalues,
 )
@@ -104,12 +105,24 @@ def measure_bound(trained: Trained, folder: Path, *, rho: float, delta: float, n
     return _written(folder, "bound", facts, found.plot)
 
 
+def measure_cosine(trained: Trained, folder: Path, *, rho: float | None, num_examples: int) -> Facts:
+    """Measure the cosine of SAM's first- and second-order updates on one training batch (Appendix C.4).
+
+    The network is in evaluation mode, as for all measures: batch norm normalises with its running statistics.
+    """
+    batch = trained.training_batches(num_examples, batch_size=num_examples)[0]
+    radius = trained.experiment.optim.rho if rho is None else rho
+    cosine = sam_update_cosine(trained.network, F.cross_entropy, batch, rho=radius)
+    return _written(folder, "cosine", {"cosine": cosine, "rho": radius, "num_examples": len(batch[1])})
+
+
 # What each kind of measurement calls, and the settings it has where nothing else is said.
 MEASURES: dict[str, tuple[Callable[..., Facts], Facts]] = {
     "sharpness": (measure_sharpness, {"rho": 0.05, "m": None, "steps": 1, "num_examples": None}),
     "spectrum": (measure_spectrum, {"num_eigenvalues": 5, "steps": 80, "probes": 4, "num_examples": None}),
     "landscape": (measure_landscape, {"span": 1.0, "points": 51, "num_examples": None}),
     "bound": (measure_bound, {"rho": 0.05, "delta": 0.05, "num_examples": None}),
+    "cosine": (measure_cosine, {"rho": None, "num_examples": 128}),
 }
 
 
@@ -128,8 +141,6 @@ def measurement_settings(measurement: Measurement) -> Facts:
             f"{', '.join(sorted(unknown))} is no setting of the measure {measurement.kind}. Allowed: "
             f"{', '.join(defaults)}."
         )
-    if measurement.epoch is not None:
-        raise SpecError(f"measurement.epoch must be None: only the last weights are kept, got {measurement.epoch}.")
     return defaults | given
 
 
@@ -138,16 +149,18 @@ def measured_facts(run: Path, measurement: Measurement, data_root: Path | None =
 
     Raises:
         SpecError: there is no such measure, or it has no such setting.
-        RunError: there is no run, or it has no whole checkpoint.
+        RunError: there is no run, it has no whole checkpoint, or it has not kept the weights of that epoch.
         DataError: the dataset is missing or damaged.
     """
     settings = measurement_settings(measurement)
     folder = run / "measures" / measurement.file_name().removesuffix(".json")
-    return MEASURES[measurement.kind][0](load_trained(run, data_root=data_root), folder, **settings)
+    trained = load_trained(run, data_root=data_root, epoch=measurement.epoch)
+    return MEASURES[measurement.kind][0](trained, folder, **settings)
 
 
-def _written(folder: Path, name: str, facts: Facts, plot: Callable[[], "Figure"]) -> Facts:
+def _written(folder: Path, name: str, facts: Facts, plot: Callable[[], "Figure"] | None = None) -> Facts:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(facts, indent=2) + "\n")
-    plot().savefig(folder / f"{name}.svg")
+    if plot is not None:
+        plot().savefig(folder / f"{name}.svg")
     return facts

@@ -1,0 +1,218 @@
+"""From runs to evidence: which runs a study asked for, replicas paired by seed, and what that says of a claim."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from flatmin.lab.findings import Cell, Comparison, Held, Series, Verdict
+from flatmin.lab.jobs import Facts, Job, Laboratory, Measurement, Outcome
+from flatmin.lab.run_directory import Metrics
+from flatmin.lab.statistics import Interval, holm, mean_and_interval, paired_p_value
+
+SIGNIFICANT = 0.05
+"""The level of all tests, after Holm's correction for the comparisons that one claim is about."""
+
+BySeed = Mapping[int, float]
+
+
+class Notebook:
+    """A laboratory that remembers what a study asked it for."""
+
+    def __init__(self, lab: Laboratory) -> None:
+        self._lab = lab
+        self._incomplete: dict[str, bool] = {}
+        self._problems: dict[str, str] = {}
+
+    def outcomes(self, jobs: Sequence[Job], what: str) -> list[Outcome]:
+        """Return the outcome of each job, in the same order."""
+        found = self._lab.outcomes(jobs, what)
+        for outcome in found:
+            name = outcome.job.name
+            self._incomplete[name] = self._incomplete.get(name, False) or not outcome.complete
+            if outcome.problem is not None:
+                self._problems[name] = outcome.problem
+        return found
+
+    def replicas(self, groups: Mapping[str, Sequence[Job]], what: str) -> dict[str, list[Outcome]]:
+        """Return the outcomes of several groups of jobs, asked for at once, so that all can run side by side."""
+        found = iter(self.outcomes([job for jobs in groups.values() for job in jobs], what))
+        return {name: [next(found) for _ in jobs] for name, jobs in groups.items()}
+
+    @property
+    def runs(self) -> tuple[str, ...]:
+        """All runs that were asked for, by the names of their directories."""
+        return tuple(self._incomplete)
+
+    @property
+    def num_missing(self) -> int:
+        """How many of them are not there, or not measured in full."""
+        return sum(self._incomplete.values())
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What became of runs that came to nothing."""
+        return tuple(f"{name} came to nothing: {problem}" for name, problem in self._problems.items())
+
+
+def metric_by_seed(outcomes: Iterable[Outcome], metric: str, factor: float = 100.0) -> dict[int, float]:
+    """Return a metric of the last epoch by seed (in %, by default) of the runs that have it."""
+    return by_seed(outcomes, lambda outcome: _scaled(_last(outcome, metric), factor))
+
+
+def measured_by_seed(
+    outcomes: Iterable[Outcome], measurement: Measurement, read: Callable[[Facts], float | None]
+) -> dict[int, float]:
+    """Return a number of what was measured, by seed, of the runs for which it was."""
+    return by_seed(outcomes, lambda o: read(o.measured[measurement]) if measurement in o.measured else None)
+
+
+def by_seed(outcomes: Iterable[Outcome], read: Callable[[Outcome], float | None]) -> dict[int, float]:
+    """Return a number of each outcome by seed, where there is one and it is finite."""
+    found = {outcome.job.seed: read(outcome) for outcome in outcomes}
+    return {seed: value for seed, value in found.items() if value is not None and math.isfinite(value)}
+
+
+def mean(values: Iterable[float]) -> float:
+    """Return the mean; NaN of nothing."""
+    numbers = list(values)
+    return sum(numbers) / len(numbers) if numbers else math.nan
+
+
+def run_names(outcomes: Iterable[Outcome]) -> tuple[str, ...]:
+    """Return the runs that are there, by the names of their directories."""
+    return tuple(outcome.job.name for outcome in outcomes if outcome.result is not None)
+
+
+def number_cell(
+    values: BySeed,
+    outcomes: Sequence[Outcome],
+    *,
+    unit: str = "%",
+    claimed: str | None = None,
+    note: str | None = None,
+) -> Cell:
+    """Return a table's cell for a number of each replica; without a measured part where there is none yet."""
+    return Cell(
+        claimed=claimed,
+        measured=mean_and_interval(list(values.values())) if values else None,
+        unit=unit,
+        values=tuple(values.values()),
+        runs=tuple(outcome.job.name for outcome in outcomes if outcome.job.seed in values),
+        note=note,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contrast:
+    """A claim that one number is lower than another, with both for each seed."""
+
+    quantity: str
+    """What the numbers are, for example "test error, %"."""
+    lower_name: str
+    higher_name: str
+    lower: BySeed
+    """What is claimed to be lower."""
+    higher: BySeed
+    runs: tuple[str, ...] = ()
+    unit: str = "%"
+
+    @property
+    def differences(self) -> list[float]:
+        """For each seed that both have; negative where the claim holds."""
+        return [self.lower[seed] - self.higher[seed] for seed in sorted(self.lower.keys() & self.higher.keys())]
+
+    @property
+    def p_value(self) -> float:
+        """Student's paired test, two-sided; NaN with fewer than two pairs."""
+        seeds = sorted(self.lower.keys() & self.higher.keys())
+        if len(seeds) < 2:
+            return math.nan
+        return paired_p_value([self.lower[s] for s in seeds], [self.higher[s] for s in seeds])
+
+    def describe(self, p_holm: float) -> str:
+        """Return the numbers, how many pairs, and the p-value, in a sentence."""
+        n = len(self.differences)
+        if n == 0:
+            return f"{self.quantity}: no pair of runs of {self.lower_name} and {self.higher_name} is there"
+        seeds = sorted(self.lower.keys() & self.higher.keys())
+        low, high = (mean(values[s] for s in seeds) for values in (self.lower, self.higher))
+        said = f"{self.quantity}: {low:.4g} ({self.lower_name}) against {high:.4g} ({self.higher_name})"
+        if n == 1:
+            return f"{said}; n = 1, too few for a test"
+        return f"{said}; difference {mean_and_interval(self.differences)}, n = {n}, p = {p_holm:.2g}"
+
+
+def judge(claim: str, contrasts: Sequence[Contrast]) -> Verdict:
+    """Return whether a claim holds that consists of one or several contrasts, all of which must.
+
+    It did not hold where one of them is significantly the other way round. The p-values are Holm's.
+    """
+    p_values = holm([contrast.p_value for contrast in contrasts])
+    parts = [_held(contrast, p) for contrast, p in zip(contrasts, p_values, strict=True)]
+    held: Held = "no difference shown"
+    if "did not hold" in parts:
+        held = "did not hold"
+    elif "not tested" in parts or not parts:
+        held = "not tested"
+    elif all(part == "held" for part in parts):
+        held = "held"
+    said = [contrast.describe(p) for contrast, p in zip(contrasts, p_values, strict=True)]
+    if len(contrasts) > 1:
+        said.append("p-values are Holm's")
+    return Verdict(claim=claim, held=held, evidence="; ".join(said) + ".")
+
+
+def comparisons(contrasts: Sequence[Contrast]) -> list[Comparison | str]:
+    """Return the contrasts as comparisons for a table, Holm-corrected together; nothing where there is no pair."""
+    p_values = [contrast.p_value for contrast in contrasts]
+    return [
+        Comparison(
+            name=f"{contrast.lower_name} - {contrast.higher_name}",
+            difference=mean_and_interval(contrast.differences),
+            p_value=p,
+            p_holm=corrected,
+            num_pairs=len(contrast.differences),
+            unit=contrast.unit,
+            values=tuple(contrast.differences),
+            runs=contrast.runs,
+        )
+        if contrast.differences
+        else ""
+        for contrast, p, corrected in zip(contrasts, p_values, holm(p_values), strict=True)
+    ]
+
+
+def along_training(name: str, outcomes: Iterable[Outcome], read: Callable[[Metrics], float | None]) -> list[Series]:
+    """Return the mean over replicas of a number of each epoch, in %, with its interval; nothing where there is none."""
+    columns: dict[float, list[float]] = {}
+    for outcome in outcomes:
+        for line in outcome.result.history if outcome.result is not None else ():
+            value = read(line)
+            if value is not None:
+                columns.setdefault(float(line["epoch"] or 0), []).append(100 * value)
+    if not columns:
+        return []
+    y, half_width = series_interval(list(columns.values()))
+    return [Series(name=name, x=list(columns), y=y, half_width=half_width, mode="lines")]
+
+
+def series_interval(columns: Sequence[Sequence[float]]) -> tuple[list[float], list[float]]:
+    """Return the means and half-widths of columns of replicas; a half-width of 0 where there is one replica."""
+    intervals: list[Interval] = [mean_and_interval(column) for column in columns]
+    return [i.mean for i in intervals], [0.0 if math.isnan(i.half_width) else i.half_width for i in intervals]
+
+
+def _held(contrast: Contrast, p_value: float) -> Held:
+    if math.isnan(p_value):
+        return "not tested"
+    if p_value >= SIGNIFICANT:
+        return "no difference shown"
+    return "held" if mean(contrast.differences) < 0 else "did not hold"
+
+
+def _last(outcome: Outcome, metric: str) -> float | None:
+    return outcome.result.metrics.get(metric) if outcome.result is not None else None
+
+
+def _scaled(value: float | None, factor: float) -> float | None:
+    return None if value is None else factor * value

@@ -1,0 +1,128 @@
+"""What the studies of figures train at each scale, and what their findings have in common."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from flatmin.lab.findings import Findings, Hyperparameter, LineFigure, SurfaceFigure, Table, Verdict
+from flatmin.lab.jobs import Job, Measurement
+from flatmin.lab.papers.evidence import Notebook
+from flatmin.lab.papers.item import Scale
+from flatmin.lab.papers.settings import DROP_LAST, NUM_REPLICAS, Training
+from flatmin.lab.spec import Data, Experiment, Model, Optim
+
+LAPTOP_RHO = 0.2
+"""SAM's rho on a laptop, where a figure does not choose it."""
+LAPTOP_EPOCHS = 40
+LAPTOP_SIZE = 1000
+NUM_REPLICAS_AT: Mapping[Scale, int] = {"paper": NUM_REPLICAS, "laptop": NUM_REPLICAS, "smoke": 2}
+
+ABOUT_SCALE: Mapping[Scale, str] = {
+    "paper": "The paper's settings; where it gives none, ours: see the hyperparameters.",
+    "laptop": f"{LAPTOP_SIZE:,} images of Fashion-MNIST, small networks that fit them perfectly, {LAPTOP_EPOCHS} epochs"
+    ", no augmentation. The paper has 50,000 images of CIFAR and networks a hundred times as large: a claim may hold "
+    "there and not here, and the other way round.",
+    "smoke": "Digits of 8 x 8 pixels and a few steps: it shows that the code runs. Its numbers mean nothing.",
+}
+
+
+def replica_seeds(scale: Scale) -> tuple[int, ...]:
+    """Return the seeds of independent replicas."""
+    return tuple(range(NUM_REPLICAS_AT[scale]))
+
+
+def sam_rho(scale: Scale, paper: Training) -> float:
+    """Return SAM's rho where the figure is not about it."""
+    return paper.rho if scale == "paper" else LAPTOP_RHO
+
+
+def start(scale: Scale, paper: Training, *, rho: float, dataset: str = "cifar10") -> Experiment:
+    """Return the experiment that a figure varies, evaluated at its end; without SAM where rho is 0.
+
+    Args:
+        scale: laptop and smoke have a network and data of their own.
+        paper: the settings at the paper's scale.
+        rho: SAM's.
+        dataset: at the paper's scale.
+    """
+    if scale == "paper":
+        return Experiment(
+            data=Data(name=dataset, augment="basic", batch_size=paper.batch_size, drop_last=DROP_LAST),
+            model=Model(name=paper.model),
+            optim=paper.optim(rho),
+            epochs=paper.epochs,
+            evaluate_every=paper.epochs,
+        )
+    if scale == "laptop":
+        return Experiment(
+            data=Data(name="fashion-mnist", train_size=LAPTOP_SIZE, batch_size=128),
+            model=Model(name="wrn-10-2"),
+            optim=Optim(lr=0.1, weight_decay=5e-4, rho=rho),
+            epochs=LAPTOP_EPOCHS,
+            evaluate_every=LAPTOP_EPOCHS,
+        )
+    return Experiment(
+        data=Data(name="digits", train_size=48, batch_size=24),
+        model=Model(name="cnn-2"),
+        optim=Optim(lr=0.05, rho=rho),
+        epochs=2,
+        evaluate_every=2,
+        precision="float32",
+    )
+
+
+def jobs_for(
+    experiment: Experiment, name: str, seeds: Sequence[int], measurements: tuple[Measurement, ...] = ()
+) -> list[Job]:
+    """Return a job for each seed."""
+    named = replace(experiment, name=name)
+    return [Job(experiment=named, seed=seed, measurements=measurements) for seed in seeds]
+
+
+def own_settings(experiment: Experiment, *more: tuple[str, object]) -> list[Hyperparameter]:
+    """Return the settings of a scale that is not the paper's, all of them ours."""
+    data, optim = experiment.data, experiment.optim
+    values: list[tuple[str, object]] = [
+        ("network", experiment.model.name),
+        ("training images", f"{data.train_size} of {data.name}"),
+        ("batch size", data.batch_size),
+        ("learning rate", optim.lr),
+        ("weight decay", optim.weight_decay),
+        ("epochs", experiment.epochs),
+        *more,
+    ]
+    return [Hyperparameter(name=name, value=value, source="ours") for name, value in values]
+
+
+def findings(
+    *,
+    item: str,
+    scale: Scale,
+    title: str,
+    source: str,
+    notebook: Notebook,
+    tables: Sequence[Table] = (),
+    figures: Sequence[LineFigure | SurfaceFigure] = (),
+    verdicts: Sequence[Verdict] = (),
+    hyperparameters: Sequence[Hyperparameter] = (),
+    notes: Sequence[str] = (),
+    about_scale: str | None = None,
+) -> Findings:
+    """Return findings with the runs that a notebook has noted; at the scale of a smoke test nothing is judged."""
+    if scale == "smoke":
+        verdicts = [
+            replace(v, held="not tested", evidence=f"A smoke test judges nothing. {v.evidence}") for v in verdicts
+        ]
+    return Findings(
+        item=item,
+        scale=scale,
+        title=title,
+        source=source,
+        about_scale=about_scale or ABOUT_SCALE[scale],
+        tables=tables,
+        figures=figures,
+        verdicts=verdicts,
+        hyperparameters=hyperparameters,
+        notes=[*notes, *notebook.notes],
+        runs=notebook.runs,
+        num_missing=notebook.num_missing,
+    )
