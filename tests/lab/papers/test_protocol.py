@@ -131,7 +131,7 @@ def test_a_method_may_start_from_what_another_one_chose():
 
 def found(ending, contests, **changes):
     entries, needed = hold_contests(contests, Invented(ending), "item")
-    keywords = {"item": "item", "scale": "smoke", "claims": CLAIMS, "about_scale": "", "label_columns": ("model",)}
+    keywords = {"item": "item", "scale": "laptop", "claims": CLAIMS, "about_scale": "", "label_columns": ("model",)}
     return contest_findings(entries, needed, **{**keywords, **changes})
 
 

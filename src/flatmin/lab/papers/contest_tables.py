@@ -81,6 +81,10 @@ def contest_findings(
                 )
             )
         verdicts += [_verdict(entry, comparison, metric) for (_, entry), comparison in comparisons]
+    if scale == "smoke":
+        verdicts = [
+            replace(v, held="not tested", evidence=f"A smoke test judges nothing. {v.evidence}") for v in verdicts
+        ]
     chosen_table = _choices(entries)
     not_tested = [
         Verdict(claim=s.claim, held="not tested", evidence=f"{s.own_numbers} (the paper's own numbers)")

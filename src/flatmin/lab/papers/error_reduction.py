@@ -60,7 +60,7 @@ def error_reduction(scale: Scale, lab: Laboratory) -> Findings:
                 runs=[o.job.name for e in entries for o in (*e.replicas, *e.doubled) if o.result is not None],
             )
         ],
-        verdicts=[_verdict(measured)],
+        verdicts=[_verdict(measured, scale)],
         notes=figure.notes,
         runs=list(dict.fromkeys(outcome.job.name for outcome in done)),
         num_missing=len({outcome.job.name for outcome in needed if not outcome.complete})
@@ -80,10 +80,11 @@ def _reductions(entries: list[Entry]) -> dict[tuple[str, str], float]:
     return found
 
 
-def _verdict(measured: dict[tuple[str, str], float]) -> Verdict:
+def _verdict(measured: dict[tuple[str, str], float], scale: Scale) -> Verdict:
     claim = "SAM lowers the error in most conditions."
-    if not measured:
-        return Verdict(claim=claim, held="not tested", evidence="No condition has been run.")
+    if not measured or scale == "smoke":
+        why = "A smoke test judges nothing." if measured else "No condition has been run."
+        return Verdict(claim=claim, held="not tested", evidence=why)
     lower = sum(value > 0 for value in measured.values())
     evidence = f"The mean error is lower in {lower} of {len(measured)} (from {min(measured.values()):+.1f} to "
     evidence += f"{max(measured.values()):+.1f} % of the baseline's error); the tables have the tests."

@@ -14,10 +14,11 @@ from flatmin.lab.papers import (
     from_scratch,
     label_noise,
 )
+from flatmin.lab.papers.figures import FIGURE_ITEMS
 from flatmin.lab.papers.item import Item
 
 _FIGURES = claims_figures.FIGURES
-_ITEMS = (
+_TABLE_ITEMS = (
     Item(
         name="error-reduction",
         title=_FIGURES["error-reduction"].title,
@@ -63,4 +64,4 @@ _ITEMS = (
         study=fine_tuning.fine_tuning_default_rho,
     ),
 )
-ITEMS = {item.name: item for item in _ITEMS}
+ITEMS = {item.name: item for item in (*_TABLE_ITEMS, *FIGURE_ITEMS)}

@@ -20,7 +20,7 @@ LAPTOP = {
         evaluate_every=40,
     ),
     "cifar10": Experiment(
-        data=Data(name="cifar10", train_size=2000, batch_size=128),
+        data=Data(name="cifar10", train_size=1000, batch_size=128),
         model=Model(name="wrn-10-2"),
         optim=Optim(),
         epochs=40,
@@ -45,8 +45,8 @@ def smoke(model: str) -> Experiment:
 
 PAPER_SUMMARY = "The paper's own networks, data and settings; where it gives none, the table below says what was taken."
 LAPTOP_SUMMARY = (
-    "A small network (WRN-10-2) on 1,000 images of Fashion-MNIST or 2,000 of CIFAR-10 for 40 epochs on a laptop's two "
-    "cores, in place of WRN-28-10 and larger on 50,000 images for 200 to 1,800 epochs on 8 GPUs. The network has many "
+    "A small network (WRN-10-2) on 1,000 images of Fashion-MNIST or CIFAR-10 for 40 epochs on a laptop's two cores, "
+    " in place of WRN-28-10 and larger on 50,000 images for 200 to 1,800 epochs on 8 GPUs. The network has many "
     "times more parameters than examples and fits its training set. Errors are therefore far higher than the paper's; "
     "what can be compared is the sign of a difference, not its size. rho is chosen from 0.05 to 0.5."
 )
