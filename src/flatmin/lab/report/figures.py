@@ -189,7 +189,7 @@ def _plotly_surfaces(figure: SurfaceFigure) -> dict[str, Any]:
 def _draw_lines(figure: LineFigure) -> "Figure":
     from matplotlib.figure import Figure
 
-    drawn = Figure(figsize=(7.2, 4.0), layout="constrained")
+    drawn = Figure(figsize=(7.2, 4.2), layout="constrained")
     axes = drawn.add_subplot()
     drawable = False
     for number, series in enumerate(figure.series):
@@ -223,7 +223,7 @@ def _draw_lines(figure: LineFigure) -> "Figure":
             axes.set_xticks(ticks, [x_text(figure, tick) for tick in ticks])
             axes.minorticks_off()
     if len(figure.series) > 1:
-        axes.legend(frameon=False)
+        drawn.legend(loc="outside lower center", ncols=min(3, len(figure.series)), frameon=False)
     return drawn
 
 
