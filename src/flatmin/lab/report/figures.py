@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 COLOURS = ("#1a85c8", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a8f98")
 SYMBOLS = (("circle", "o"), ("square", "s"), ("diamond", "D"), ("triangle-up", "^"), ("x", "X"), ("star", "*"))
 DASHES = (("solid", "-"), ("dash", "--"), ("dot", ":"))
-NUM_LEVELS, MOST_TICKS, NARROW_CHARACTERS = 25, 10, 36
+NUM_LEVELS, MOST_TICKS = 25, 10
+WIDE_CHARACTERS, NARROW_CHARACTERS = 70, 36
+"""More in the names of all categories do not fit side by side below a figure, on a page and on a phone."""
 LINES_HEIGHT, SURFACE_HEIGHT = 420, 460
 """In pixels."""
 
@@ -213,10 +215,10 @@ def _draw_lines(figure: LineFigure) -> "Figure":
     if figure.log_y and drawable:
         axes.set_yscale("log", nonpositive="clip")
     if figure.categories is not None:
-        axes.set_xticks(range(len(figure.categories)), [_plain(name) for name in figure.categories])
+        long = sum(map(len, figure.categories)) > WIDE_CHARACTERS
+        slanted: dict[str, Any] = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if long else {}
+        axes.set_xticks(range(len(figure.categories)), [_plain(name) for name in figure.categories], **slanted)
         axes.set_xlim(-0.5, len(figure.categories) - 0.5)
-        if max(map(len, figure.categories), default=0) * len(figure.categories) > 80:
-            axes.tick_params(axis="x", labelrotation=40)
     elif figure.log_x and drawable:
         axes.set_xscale("log", nonpositive="clip")
         if ticks := _few_values(figure):
@@ -287,8 +289,9 @@ def _nice_ticks(low: float, high: float) -> list[float]:
 
 
 def _finite(values: Sequence[float] | np.ndarray) -> list[float | None]:
-    # JSON knows no NaN and no infinity; plotly.js leaves a gap where it finds null.
-    return [float(value) if math.isfinite(value) else None for value in values]
+    # JSON knows no NaN and no infinity; plotly.js leaves a gap where it finds null. Eight digits are more than a screen
+    # shows, and half of what they would be.
+    return [float(f"{value:.8g}") if math.isfinite(value) else None for value in values]
 
 
 def _plain(text: str) -> str:
