@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 COLOURS = ("#1a85c8", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a8f98")
 SYMBOLS = (("circle", "o"), ("square", "s"), ("diamond", "D"), ("triangle-up", "^"), ("x", "X"), ("star", "*"))
 DASHES = (("solid", "-"), ("dash", "--"), ("dot", ":"))
-NUM_LEVELS, MOST_TICKS, NARROW_CHARACTERS = 25, 10, 36
+NUM_LEVELS, MOST_TICKS = 25, 10
+WIDE_CHARACTERS, NARROW_CHARACTERS = 70, 36
+"""More in the names of all categories do not fit side by side below a figure, on a page and on a phone."""
 LINES_HEIGHT, SURFACE_HEIGHT = 420, 460
 """In pixels."""
 
@@ -189,7 +191,7 @@ def _plotly_surfaces(figure: SurfaceFigure) -> dict[str, Any]:
 def _draw_lines(figure: LineFigure) -> "Figure":
     from matplotlib.figure import Figure
 
-    drawn = Figure(figsize=(7.2, 4.0), layout="constrained")
+    drawn = Figure(figsize=(7.2, 4.2), layout="constrained")
     axes = drawn.add_subplot()
     drawable = False
     for number, series in enumerate(figure.series):
@@ -213,17 +215,17 @@ def _draw_lines(figure: LineFigure) -> "Figure":
     if figure.log_y and drawable:
         axes.set_yscale("log", nonpositive="clip")
     if figure.categories is not None:
-        axes.set_xticks(range(len(figure.categories)), [_plain(name) for name in figure.categories])
+        long = sum(map(len, figure.categories)) > WIDE_CHARACTERS
+        slanted: dict[str, Any] = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if long else {}
+        axes.set_xticks(range(len(figure.categories)), [_plain(name) for name in figure.categories], **slanted)
         axes.set_xlim(-0.5, len(figure.categories) - 0.5)
-        if max(map(len, figure.categories), default=0) * len(figure.categories) > 80:
-            axes.tick_params(axis="x", labelrotation=40)
     elif figure.log_x and drawable:
         axes.set_xscale("log", nonpositive="clip")
         if ticks := _few_values(figure):
             axes.set_xticks(ticks, [x_text(figure, tick) for tick in ticks])
             axes.minorticks_off()
     if len(figure.series) > 1:
-        axes.legend(frameon=False)
+        drawn.legend(loc="outside lower center", ncols=min(3, len(figure.series)), frameon=False)
     return drawn
 
 
@@ -287,8 +289,9 @@ def _nice_ticks(low: float, high: float) -> list[float]:
 
 
 def _finite(values: Sequence[float] | np.ndarray) -> list[float | None]:
-    # JSON knows no NaN and no infinity; plotly.js leaves a gap where it finds null.
-    return [float(value) if math.isfinite(value) else None for value in values]
+    # JSON knows no NaN and no infinity; plotly.js leaves a gap where it finds null. Eight digits are more than a screen
+    # shows, and half of what they would be.
+    return [float(f"{value:.8g}") if math.isfinite(value) else None for value in values]
 
 
 def _plain(text: str) -> str:

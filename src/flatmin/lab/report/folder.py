@@ -96,7 +96,11 @@ def _varied_settings(groups: Sequence[_Group]) -> list[str]:
         for name, value in group.settings.items():
             found.setdefault(name, set()).add(repr(value))
     apart = [name for name, values in found.items() if len(values) > 1 or name == "epochs"]
-    return [name for name in apart if name != "name" and not name.startswith("claim")]
+    apart = [name for name in apart if name != "name" and not name.startswith("claim")]
+    # How often it was evaluated goes along with the epochs, and is a column only where nothing else tells two apart.
+    fewer = [name for name in apart if name != "evaluate_every"]
+    told_apart = {tuple(repr(group.settings[name]) for name in fewer) for group in groups}
+    return fewer if len(told_apart) == len(groups) else apart
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -112,8 +116,8 @@ def _order(value: Any) -> tuple[int, float, str]:
 
 
 def _short(varied: Sequence[str]) -> list[str]:
-    """Return the last word of each setting where that is enough to tell it from the others: rho of optim.rho."""
-    last = [name.rpartition(".")[2] for name in varied]
+    """Return each setting in one word where that is enough to tell it from the others: rho of optim.rho."""
+    last = [name.removesuffix(".name").rpartition(".")[2] for name in varied]
     return [word if last.count(word) == 1 else name for name, word in zip(varied, last, strict=True)]
 
 
@@ -147,7 +151,7 @@ def _curves(groups: Sequence[_Group], varied: Sequence[str]) -> list[LineFigure]
     series, used = [], []
     for group in groups:
         points = _test_errors(group)
-        if not points:
+        if len(points) < 2:  # evaluated at the end only
             continue
         intervals = [mean_and_interval(values) for values in points.values()]
         widths = [interval.half_width for interval in intervals]

@@ -18,7 +18,9 @@ def interval_text(interval: Interval, unit: str = "%") -> str:
         ('14.7 ± 0.3', '520 ± 40')
     """
     mean, half_width = interval.mean, interval.half_width
-    if not (math.isfinite(half_width) and half_width > 0):
+    # Of percentages with equal values rounding may leave some 1e-15.
+    smallest = 5e-4 if unit == "%" else 0.0
+    if not (math.isfinite(half_width) and half_width > smallest):
         alone = number_text(mean, unit)
         return alone if math.isnan(half_width) else f"{alone} ± {number_text(half_width, unit)}"
     exponent = math.floor(math.log10(half_width))

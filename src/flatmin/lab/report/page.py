@@ -216,7 +216,9 @@ def _figure(name: str, figure: LineFigure | SurfaceFigure, links: RunLinks, pict
     data = json.dumps(plotly_figure(figure), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     still = base64.b64encode(picture.encode()).decode()
     note = f'<span class="note">{_e(figure.note)}</span>' if figure.note else ""
-    hint = " Drag to turn; all turn together." if isinstance(figure, SurfaceFigure) else ""
+    several = isinstance(figure, SurfaceFigure) and len(figure.surfaces) > 1
+    hint = " Drag to turn; all turn together." if several else " Drag to turn."
+    hint = f'<span class="note hint">{hint}</span>' if isinstance(figure, SurfaceFigure) else ""
     runs = ""
     if figure.runs:
         lines = "".join(f"<li>{links.link(run)}</li>" for run in figure.runs)
@@ -224,7 +226,7 @@ def _figure(name: str, figure: LineFigure | SurfaceFigure, links: RunLinks, pict
         runs = f'<details class="note">{summary}<ul>{lines}</ul></details>'
     return (
         f'<figure class="interactive" aria-label="{_e(figure.title)}"><figcaption><b>{_e(figure.title)}</b>{note}'
-        f'<span class="note">{hint}</span></figcaption>\n<div class="plot" id="{name}"></div>'
+        f'{hint}</figcaption>\n<div class="plot" id="{name}"></div>'
         f'<img class="still" alt="{_e(figure.title)}" src="data:image/svg+xml;base64,{still}">'
         f'<script type="application/json">{data}</script>\n{_points(figure)}{runs}</figure>'
     )
