@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 
+import psutil
 import pytest
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'flatmin[ray]'")
@@ -22,7 +23,7 @@ from flatmin.lab.run_directory import RunError  # noqa: E402
 from flatmin.lab.sweep import sweep  # noqa: E402
 from sweep_process import many_jobs  # noqa: E402
 
-EPOCHS = 60
+EPOCHS = 80
 
 
 @pytest.fixture(scope="module")
@@ -49,11 +50,20 @@ def test_a_folder_that_a_node_does_not_see_is_refused(cluster, tmp_path, monkeyp
 def test_a_node_that_is_killed_costs_only_what_its_job_did_since_its_checkpoint(cluster, tmp_path):
     runs, jobs, finished = tmp_path / "killed", many_jobs(6, EPOCHS), {}
 
+    def num_under_way():
+        files = [p for p in runs.glob("*/metrics.jsonl") if not (p.parent / "result.json").exists()]
+        return sum(0 < file.read_text().count("\n") < EPOCHS / 2 for file in files)
+
     def kill_a_node():
-        while len(list(runs.glob("*/result.json"))) < 2:
+        # Each node has one core: two runs that are under way are on two nodes.
+        while len(list(runs.glob("*/result.json"))) < 2 or num_under_way() < 2:
             time.sleep(0.01)
         finished.update({p: p.stat().st_mtime_ns for p in runs.glob("*/result.json")})
-        cluster.other.all_processes["raylet"][0].process.kill()
+        # As if the power failed: Ray's processes on this node, and the worker among them. (A worker that only loses its
+        # raylet trains to the end of its job.)
+        raylet = psutil.Process(cluster.other.all_processes["raylet"][0].process.pid)
+        for process in [raylet, *raylet.children(recursive=True)]:
+            process.kill()
 
     thread = threading.Thread(target=kill_a_node, daemon=True)
     thread.start()

@@ -58,7 +58,7 @@ def sweep(
         engine: local: processes on this machine; ray: tasks on a Ray cluster.
         address: of an existing Ray cluster; if None, RAY_ADDRESS, or else a cluster on this machine.
         processes: how many jobs at once; 0 is one for each GPU, or as many as there are cores for.
-        threads: of each job; 0 is one, or with GPUs an equal share of the cores.
+        threads: of each job; 0 is one, or with GPUs an equal share of this machine's cores (with Ray always one).
         attempts: how often a job is tried that fails or whose process dies.
         checkpoint_seconds: how long a job trains, at most, before it saves.
         console: where progress is shown; nowhere if None.

@@ -4,6 +4,7 @@ A worker or node that dies is seen by Ray; the sweep then starts the job anew, a
 goes on from its checkpoint. So the folder of runs has to be on a file system that all nodes see.
 """
 
+import logging
 import os
 import signal
 import threading
@@ -37,7 +38,7 @@ class RayPool:
         self.run, self.runs, self.address = run, runs, address or os.environ.get("RAY_ADDRESS") or "local"
         self.processes, self.threads = processes, threads or 1
         self.running: dict[Any, str] = {}
-        self.owns_connection, self.stopping = False, False
+        self.owns_connection, self.num_gpus = False, 0
 
     def __enter__(self) -> "RayPool":
         self.owns_connection = not self.ray.is_initialized()
@@ -48,9 +49,9 @@ class RayPool:
         except BaseException:
             self.__exit__()
             raise
-        num_gpus = 1 if self.ray.cluster_resources().get("GPU", 0) else 0
+        self.num_gpus = 1 if self.ray.cluster_resources().get("GPU", 0) else 0
         # No retries by Ray itself: the sweep counts the attempts, whatever they failed from.
-        options = {"num_cpus": self.threads, "num_gpus": num_gpus, "max_retries": 0}
+        options = {"num_cpus": self.threads, "num_gpus": self.num_gpus, "max_retries": 0}
         self.task = self.ray.remote(_run_on_node).options(**options, runtime_env={"env_vars": self._variables()})
         return self
 
@@ -64,8 +65,11 @@ class RayPool:
 
     def num_free(self) -> int:
         """Return how many jobs could begin now; nodes may come and go."""
-        capacity = self.processes or max(1, int(self.ray.cluster_resources().get("CPU", 0)) // self.threads)
-        return max(0, capacity - len(self.running))
+        resources = self.ray.cluster_resources()
+        capacity = int(resources.get("CPU", 0)) // self.threads
+        if self.num_gpus:
+            capacity = min(capacity, int(resources.get("GPU", 0)))
+        return max(0, (self.processes or max(1, capacity)) - len(self.running))
 
     def start(self, job: Job) -> None:
         """Hand a job to the cluster."""
@@ -82,7 +86,6 @@ class RayPool:
 
     def stop(self) -> None:
         """Ask all that are running to save and stop; Ray does so as with Ctrl-C."""
-        self.stopping = True
         for reference in self.running:
             self.ray.cancel(reference)
 
@@ -104,7 +107,13 @@ class RayPool:
         cpus = {"num_cpus": self.processes * self.threads} if local and self.processes else {}
         before = signal.getsignal(signal.SIGTERM)
         try:
-            self.ray.init(self.address, include_dashboard=False if local else None, log_to_driver=False, **cpus)
+            self.ray.init(
+                self.address,
+                include_dashboard=False if local else None,
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+                **cpus,
+            )
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise RunError(f"There is no Ray cluster at {self.address}: {error}") from error
         if threading.current_thread() is threading.main_thread():
