@@ -7,6 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
+ROUNDING = 1e-6
+"""Relative: what is less apart is equal, as error rates of equally many examples often are."""
+
 
 @dataclass(frozen=True)
 class Interval:
@@ -36,8 +39,8 @@ def mean_and_interval(values: Sequence[float], confidence: float = 0.95) -> Inte
 def paired_p_value(first: Sequence[float], second: Sequence[float]) -> float:
     """Return the two-sided p-value of Student's paired t-test; 1 where all differences are 0."""
     differences = np.subtract(first, second)
-    rounding = 1e-12 * max(1e-300, float(np.abs([first, second]).max()))
-    if np.ptp(differences) <= rounding:  # no spread but that of rounding: the test is not defined
+    rounding = ROUNDING * max(np.abs(first).max(), np.abs(second).max())
+    if np.ptp(differences) <= rounding:  # no spread but that of float32 means: the test is not defined
         return 1.0 if abs(differences[0]) <= rounding else 0.0
     return float(stats.ttest_rel(first, second).pvalue)
 

@@ -36,6 +36,7 @@ from flatmin.lab.papers.figure_settings import (
 )
 from flatmin.lab.papers.hyperparameters import HYPERPARAMETERS
 from flatmin.lab.papers.item import Scale
+from flatmin.lab.papers.scales import LAPTOP_RHOS
 from flatmin.lab.papers.settings import NORMS, RHO_GRID, SECOND_ORDER, VALIDATION, rho_of_sup_norm
 from flatmin.lab.papers.sharpness_figures import Curve, contrast_of
 from flatmin.lab.spec import Experiment
@@ -48,7 +49,7 @@ LOOK_EVERY: Mapping[Scale, int] = {"paper": 10, "laptop": LAPTOP_EPOCHS // 10, "
 
 NORM_GRIDS: Mapping[Scale, Mapping[str, tuple[float, ...]]] = {
     "paper": {"p = 2": RHO_GRID, "p = inf": RHO_GRID, "random": (*RHO_GRID, 1.0, 2.0, 5.0)},
-    "laptop": {"p = 2": (0.05, 0.1, 0.2, 0.5), "p = inf": (0.05, 0.1, 0.2, 0.5), "random": (0.2, 0.5, 1.0, 2.0, 5.0)},
+    "laptop": {"p = 2": LAPTOP_RHOS, "p = inf": LAPTOP_RHOS, "random": (0.2, 0.5, 1.0, 2.0, 5.0)},
     "smoke": {"p = 2": (0.1,), "p = inf": (0.1,), "random": (0.1, 1.0)},
 }
 """Euclidean lengths of the perturbation. A random direction rises far less than the gradient: it may go further."""

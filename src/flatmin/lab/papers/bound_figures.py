@@ -150,8 +150,8 @@ def _verdict(claim: str, found: Mapping[str, list[Outcome]], measurements: Mappi
         return Verdict(claim=claim, held="not tested", evidence="No network with its bound is there.")
     errors = mean(e for outcomes in found.values() for e in metric_by_seed(outcomes, "test_error", 1.0).values())
     said = (
-        f"{vacuous} of {checked} bounds are vacuous, above an error of 1: they are {min(totals):.3g} to "
-        f"{max(totals):.3g}, and the test error is {errors:.3g} in the mean; {violated} are below their network's test error"
+        f"{vacuous} of {checked} bounds are vacuous, above an error of 1: {min(totals):.3g} to {max(totals):.3g}, "
+        f"and the test error is {errors:.3g} in the mean; {violated} are below their network's test error"
     )
     held: Held = "held"
     if violated:

@@ -7,21 +7,26 @@ from flatmin.lab.findings import Findings, Hyperparameter, LineFigure, SurfaceFi
 from flatmin.lab.jobs import Job, Measurement
 from flatmin.lab.papers.evidence import Notebook
 from flatmin.lab.papers.item import Scale
+from flatmin.lab.papers.scales import LAPTOP, PAPER_SUMMARY, SMOKE_SEEDS, SMOKE_SUMMARY, smoke
 from flatmin.lab.papers.settings import DROP_LAST, NUM_REPLICAS, Training
-from flatmin.lab.spec import Data, Experiment, Model, Optim
+from flatmin.lab.spec import Data, Experiment, Model
 
+LAPTOP_START = LAPTOP["fashion-mnist"]
 LAPTOP_RHO = 0.2
 """SAM's rho on a laptop, where a figure does not choose it."""
-LAPTOP_EPOCHS = 40
-LAPTOP_SIZE = 1000
-NUM_REPLICAS_AT: Mapping[Scale, int] = {"paper": NUM_REPLICAS, "laptop": NUM_REPLICAS, "smoke": 2}
+LAPTOP_EPOCHS = LAPTOP_START.epochs
+NUM_REPLICAS_AT: Mapping[Scale, int] = {
+    "paper": NUM_REPLICAS,
+    "laptop": NUM_REPLICAS,
+    "smoke": len(SMOKE_SEEDS),
+}
 
 ABOUT_SCALE: Mapping[Scale, str] = {
-    "paper": "The paper's settings; where it gives none, ours: see the hyperparameters.",
-    "laptop": f"{LAPTOP_SIZE:,} images of Fashion-MNIST, small networks that fit them perfectly, {LAPTOP_EPOCHS} epochs"
-    ", no augmentation. The paper has 50,000 images of CIFAR and networks a hundred times as large: a claim may hold "
-    "there and not here, and the other way round.",
-    "smoke": "Digits of 8 x 8 pixels and a few steps: it shows that the code runs. Its numbers mean nothing.",
+    "paper": PAPER_SUMMARY,
+    "laptop": "Small networks on 1,000 images of Fashion-MNIST, without augmentation, for 40 epochs on a laptop's two "
+    "cores, in place of large ones on the 50,000 images of CIFAR. They have many times more parameters than examples "
+    "and fit their training set. What can be compared is the sign of a difference, not its size.",
+    "smoke": SMOKE_SUMMARY,
 }
 
 
@@ -52,22 +57,8 @@ def start(scale: Scale, paper: Training, *, rho: float, dataset: str = "cifar10"
             epochs=paper.epochs,
             evaluate_every=paper.epochs,
         )
-    if scale == "laptop":
-        return Experiment(
-            data=Data(name="fashion-mnist", train_size=LAPTOP_SIZE, batch_size=128),
-            model=Model(name="wrn-10-2"),
-            optim=Optim(lr=0.1, weight_decay=5e-4, rho=rho),
-            epochs=LAPTOP_EPOCHS,
-            evaluate_every=LAPTOP_EPOCHS,
-        )
-    return Experiment(
-        data=Data(name="digits", train_size=48, batch_size=24),
-        model=Model(name="cnn-2"),
-        optim=Optim(lr=0.05, rho=rho),
-        epochs=2,
-        evaluate_every=2,
-        precision="float32",
-    )
+    base = LAPTOP_START if scale == "laptop" else replace(smoke("cnn-2"), epochs=2, evaluate_every=2)
+    return replace(base, optim=replace(base.optim, rho=rho))
 
 
 def jobs_for(

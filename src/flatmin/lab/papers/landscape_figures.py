@@ -36,8 +36,8 @@ LOWEST_HEIGHT = 1e-6
 NETWORK: dict[Scale, str] = {"paper": LANDSCAPES.model, "laptop": "resnet-20-noshort", "smoke": "resnet-20-noshort"}
 # The number of points in each direction, and of training images: a fine grid to look at, of one replica, and a coarse
 # one for the numbers, of each.
-PICTURE: dict[Scale, tuple[int, int | None]] = {"paper": (51, None), "laptop": (31, 500), "smoke": (7, 16)}
-NUMBERS: dict[Scale, tuple[int, int | None]] = {"paper": (21, 10_000), "laptop": (11, 500), "smoke": (5, 16)}
+PICTURE: dict[Scale, tuple[int, int | None]] = {"paper": (51, None), "laptop": (31, 500), "smoke": (5, 8)}
+NUMBERS: dict[Scale, tuple[int, int | None]] = {"paper": (21, 10_000), "laptop": (11, 500), "smoke": (5, 8)}
 
 
 def landscape(scale: Scale, lab: Laboratory) -> Findings:
@@ -52,7 +52,7 @@ def landscape(scale: Scale, lab: Laboratory) -> Findings:
     jobs: dict[str, list[Job]] = {}
     for method, experiment in experiments.items():
         first, *others = jobs_for(experiment, f"landscape/{method}", seeds, (numbers,))
-        jobs[method] = [replace(first, measurements=(picture, numbers)), *others]
+        jobs[method] = [replace(first, measurements=tuple(dict.fromkeys((picture, numbers)))), *others]
     found = notebook.replicas(jobs, "landscape: networks and their surroundings")
 
     rises = {method: measured_by_seed(outcomes, numbers, rise_within(RADIUS)) for method, outcomes in found.items()}

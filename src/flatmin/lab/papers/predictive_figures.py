@@ -32,7 +32,7 @@ ABOUT_ZOO = (
     "most {loss:g}."
 )
 HYPERPARAMETER_NAMES = ("width", "depth", "learning rate", "batch size", "weight decay")
-NUM_SWAPS = 500
+NUM_SWAPS = 199
 """Of the test whether one measure predicts better than another."""
 
 
@@ -70,7 +70,7 @@ ZOOS: dict[Scale, Zoo] = {
         widths=(1, 2),
         depths=(10,),
         lrs=(0.05, 0.1),
-        batch_sizes=(16, 48),
+        batch_sizes=(10, 40),
         decays=(0.0,),
         stop_loss=100.0,
         epochs=1,

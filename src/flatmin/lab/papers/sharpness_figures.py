@@ -20,13 +20,14 @@ from flatmin.lab.papers.evidence import (
 from flatmin.lab.papers.figure_settings import findings, jobs_for, own_settings, replica_seeds, start
 from flatmin.lab.papers.hyperparameters import HYPERPARAMETERS
 from flatmin.lab.papers.item import Scale
+from flatmin.lab.papers.scales import LAPTOP_RHOS
 from flatmin.lab.papers.settings import M_GRID, M_SHARPNESS, RHO_GRID, VALIDATION
 from flatmin.lab.spec import Experiment
 
-M_VALUES: Mapping[Scale, tuple[int, ...]] = {"paper": M_GRID, "laptop": (16, 32, 64, 128), "smoke": (8, 24)}
+M_VALUES: Mapping[Scale, tuple[int, ...]] = {"paper": M_GRID, "laptop": (16, 32, 64, 128), "smoke": (8, 20)}
 RHO_VALUES: Mapping[Scale, tuple[float, ...]] = {
     "paper": RHO_GRID,
-    "laptop": (0.05, 0.1, 0.2, 0.5),
+    "laptop": LAPTOP_RHOS,
     "smoke": (0.05, 0.2),
 }
 
