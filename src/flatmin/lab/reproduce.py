@@ -23,8 +23,9 @@ class Restricted:
         self.lab, self.archive, self.only = lab, archive, only
 
     def outcomes(self, jobs: Sequence[Job], what: str) -> list[Outcome]:
-        """Run the jobs whose experiment has one of the texts in its name, and return what is known of all."""
-        wanted = [job for job in jobs if any(text in job.experiment.name for text in self.only)]
+        """Run the jobs that have one of the texts in NAME/seedN, and return what is known of all."""
+        names = {job: f"{job.experiment.name}/seed{job.seed}" for job in jobs}
+        wanted = [job for job in jobs if any(text in names[job] for text in self.only)]
         if wanted:
             self.lab.outcomes(wanted, what)
         return self.archive.outcomes(jobs, what)
@@ -43,7 +44,7 @@ class Reproduce:
     out: Path | None = None
     """Where the page goes; RUNS/report-SCALE if None."""
     only: tuple[str, ...] = ()
-    """Run only what has one of these texts in its name, for example "table1/wrn-10-2/none"; the rest is read."""
+    """Run only what has one of these texts in its name ("table1/wrn-10-2/none", "landscape/SAM/seed0"); read the rest."""
     engine: Literal["local", "ray"] = "local"
     """local: processes of this machine; ray: a cluster."""
     address: str | None = None
