@@ -44,7 +44,7 @@ class Reproduce:
     out: Path | None = None
     """Where the page goes; RUNS/report-SCALE if None."""
     only: tuple[str, ...] = ()
-    """Run only what has one of these texts in its name ("table1/wrn-10-2/none", "landscape/SAM/seed0"); read the rest."""
+    """Run only what has one of these texts in its name (table1/wrn-10-2/none, landscape/SAM/seed0); read the rest."""
     engine: Literal["local", "ray"] = "local"
     """local: processes of this machine; ray: a cluster."""
     address: str | None = None

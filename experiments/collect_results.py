@@ -1,0 +1,105 @@
+"""Collect the evidence: copies what is small of finished runs into results/, writes the page and the docs' tables.
+
+    python experiments/collect_results.py RUNS
+
+Weights, events and logs stay behind. The tables between the markers of docs/reproduction.md are written anew, so that
+no number in them is typed in by hand; a test compares them with the runs.
+"""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+from flatmin.lab.findings import Findings
+from flatmin.lab.jobs import Archive
+from flatmin.lab.papers.cost import cost, passes_of_a_step, planned_jobs
+from flatmin.lab.papers.foret2021 import ITEMS
+from flatmin.lab.report import write_report
+from flatmin.lab.run_directory import read_result
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "results" / "foret2021-laptop"
+DOCS = ROOT / "docs" / "reproduction.md"
+EVIDENCE = ("table1", "label-noise", "landscape", "hessian")
+FILES = ("spec.json", "result.json", "environment.json", "problem.json")
+TITLE = "Foret et al. (2021) on two cores: claimed beside measured"
+
+
+def findings(runs: Path) -> list[Findings]:
+    return [ITEMS[name].study("laptop", Archive(runs)) for name in EVIDENCE]
+
+
+def collect(source: Path, target: Path) -> None:
+    """Copy the small files of the runs that the evidence uses."""
+    names = {run for found in findings(source) for run in found.runs if (source / run / "spec.json").exists()}
+    shutil.rmtree(target, ignore_errors=True)
+    for name in sorted(names):
+        (target / name).mkdir(parents=True)
+        for file in FILES:
+            if (source / name / file).exists():
+                shutil.copy(source / name / file, target / name / file)
+        for file in sorted((source / name / "measures").glob("*.json")):
+            (target / name / "measures").mkdir(exist_ok=True)
+            # The densities and grids have more digits than the page shows; half of the bytes are enough.
+            content = json.loads(file.read_text(), parse_float=lambda text: float(f"{float(text):.6g}"))
+            (target / name / "measures" / file.name).write_text(json.dumps(content) + "\n")
+
+
+def claims_table(found: list[Findings]) -> str:
+    """Return what held, claim by claim, as Markdown."""
+    lines = ["| item | claim | at this scale | evidence |", "|---|---|---|---|"]
+    for item in found:
+        lines += [f"| `{item.item}` | {v.claim} | **{v.held}** | {v.evidence} |" for v in item.verdicts]
+    return "\n".join(lines)
+
+
+def images_per_second(runs: Path) -> float:
+    """Return how many images a core passed forward and backward in a second, over all runs of the evidence."""
+    passes, seconds = 0.0, 0.0
+    for path in sorted(runs.glob("*/result.json")):
+        result = read_result(path.parent)
+        if result.experiment.model.name == "wrn-10-2" and result.experiment.model.norm == "batch":
+            size = result.experiment.data.train_size or 0
+            passes += len(result.history) * size * passes_of_a_step(result.experiment)
+            seconds += result.time_seconds
+    return passes / seconds
+
+
+def cost_table(runs: Path) -> str:
+    """Return what each item costs on a laptop, as Markdown."""
+    rate = images_per_second(runs)
+    lines = ["| item | where | networks | images forward and backward | hours of two cores |", "|---|---|---|---|---|"]
+    for name, item in ITEMS.items():
+        jobs = planned_jobs(item.study, "laptop")
+        passes = cost(jobs)
+        hours = passes / rate / 2 / 3600
+        lines.append(f"| `{name}` | {item.source} | {len(jobs)} | {passes / 1e6:.1f} million | {hours:.1f} |")
+    return "\n".join(lines)
+
+
+def blocks(runs: Path) -> dict[str, str]:
+    """Return the tables of docs/reproduction.md by the names of their markers."""
+    return {"claims": claims_table(findings(runs)), "costs": cost_table(runs)}
+
+
+def with_block(text: str, name: str, block: str) -> str:
+    """Return a text with the part between two markers replaced."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    head, _, rest = text.partition(begin)
+    _, _, tail = rest.partition(end)
+    return f"{head}{begin}\n{block}\n{end}{tail}"
+
+
+def main() -> None:
+    if len(sys.argv) > 1:
+        collect(Path(sys.argv[1]), RESULTS / "runs")
+    write_report(findings(RESULTS / "runs"), runs=RESULTS / "runs", out=RESULTS, title=TITLE)
+    text = DOCS.read_text()
+    for name, block in blocks(RESULTS / "runs").items():
+        text = with_block(text, name, block)
+    DOCS.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
