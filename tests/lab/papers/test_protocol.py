@@ -190,12 +190,14 @@ def test_verdicts_say_held_did_not_hold_or_nothing_shown():
 
 
 def test_accuracies_are_shown_where_the_paper_shows_them_and_literature_is_only_cited():
-    rows = [["Others (2019)", Cell(claimed="94.0")]]
-    layout = {"layout": "methods in rows", "accuracy": True, "literature": rows}
+    cited = {"Others (2019)": {"data": Cell(claimed="94.0"), "not run": Cell(claimed="90.0")}}
+    layout = {"layout": "methods in rows", "accuracy": True, "literature": cited}
     table = found(clear_difference, [contest(ONE_SGD, ONE_SAM)], **layout).tables[0]
     assert [row[0] for row in table.rows] == ["Others (2019)", "SGD", "SAM"]
     assert table.rows[2][1].measured.mean == pytest.approx(100 - 100 * np.mean(SAM_ERRORS))
     assert table.rows[0][1].measured is None
+    assert table.rows[0][1].claimed == "94.0"
+    assert len(table.rows[0]) == 2
 
 
 def test_nothing_run_gives_an_honest_empty_page():

@@ -56,7 +56,7 @@ def label_noise(scale: Scale, lab: Laboratory) -> Findings:
         label_columns=(),
         layout="methods in rows",
         accuracy=True,
-        literature=_literature(percents) if scale == "paper" else [],
+        literature=_literature(percents) if scale != "smoke" else {},
         hyperparameters=HYPERPARAMETERS["label-noise"] if scale == "paper" else (),
     )
 
@@ -173,9 +173,13 @@ def _bootstrapped(base: Experiment) -> list[Experiment]:
     return [replace(base, data=replace(base.data, bootstrap=True))]
 
 
-def _literature(percents: Sequence[int]) -> Rows:
-    found: Rows = []
+def _literature(percents: Sequence[int]) -> dict[str, dict[str, Cell]]:
+    found: dict[str, dict[str, Cell]] = {}
     for method in NOISE_LITERATURE:
-        cells = [claims.LABEL_NOISE.cells.get(NoiseCell(method, percent)) for percent in percents]
-        found.append([method, *(Cell(claimed=None if c is None else c.printed(), note="cited") for c in cells)])
+        cells = {percent: claims.LABEL_NOISE.cells.get(NoiseCell(method, percent)) for percent in percents}
+        found[method] = {
+            f"{percent} %": Cell(claimed=claimed.printed(), note="cited")
+            for percent, claimed in cells.items()
+            if claimed is not None
+        }
     return found
