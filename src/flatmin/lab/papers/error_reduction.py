@@ -9,9 +9,8 @@ from flatmin.lab.papers.claims_figures import FIGURES, error_reductions
 from flatmin.lab.papers.fine_tuning import fine_tuning_contests
 from flatmin.lab.papers.from_scratch import imagenet_contests, svhn_fashion_contests, table1_contests
 from flatmin.lab.papers.item import Scale
-from flatmin.lab.papers.label_noise import SUMMARIES
 from flatmin.lab.papers.protocol import Entry, hold_contests
-from flatmin.lab.papers.scales import SMOKE_SEEDS
+from flatmin.lab.papers.scales import SMOKE_SEEDS, SUMMARIES
 
 
 def error_reduction(scale: Scale, lab: Laboratory) -> Findings:

@@ -19,10 +19,8 @@ from flatmin.lab.papers.scales import (
     LAPTOP_LRS,
     LAPTOP_M,
     LAPTOP_RHOS,
-    LAPTOP_SUMMARY,
-    PAPER_SUMMARY,
     SMOKE_SEEDS,
-    SMOKE_SUMMARY,
+    SUMMARIES,
     smoke,
 )
 from flatmin.lab.papers.settings import Training
@@ -112,7 +110,7 @@ def _findings(
         item=item,
         scale=scale,
         claims=claimed,
-        about_scale={"paper": PAPER_SUMMARY, "laptop": LAPTOP_SUMMARY, "smoke": SMOKE_SUMMARY}[scale],
+        about_scale=SUMMARIES[scale],
         label_columns=labels,
         metrics=metrics,
         hyperparameters=HYPERPARAMETERS[hyperparameters] if scale == "paper" else (),

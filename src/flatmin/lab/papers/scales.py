@@ -4,6 +4,7 @@ The laptop's settings were found by validation error alone: networks with far mo
 their training set, so that what is measured is generalization.
 """
 
+from flatmin.lab.papers.item import Scale
 from flatmin.lab.spec import Data, Experiment, Model, Optim
 
 LAPTOP_RHOS = (0.05, 0.1, 0.2, 0.5)
@@ -46,8 +47,10 @@ def smoke(model: str) -> Experiment:
 PAPER_SUMMARY = "The paper's own networks, data and settings; where it gives none, the table below says what was taken."
 LAPTOP_SUMMARY = (
     "A small network (WRN-10-2) on 1,000 images of Fashion-MNIST or CIFAR-10 for 40 epochs on a laptop's two cores, "
-    " in place of WRN-28-10 and larger on 50,000 images for 200 to 1,800 epochs on 8 GPUs. The network has many "
+    "in place of WRN-28-10 and larger on 50,000 images for 200 to 1,800 epochs on 8 GPUs. The network has many "
     "times more parameters than examples and fits its training set. Errors are therefore far higher than the paper's; "
     "what can be compared is the sign of a difference, not its size. rho is chosen from 0.05 to 0.5."
 )
 SMOKE_SUMMARY = "One epoch on 40 digits: this shows that everything runs, and nothing else."
+SUMMARIES: dict[Scale, str] = {"paper": PAPER_SUMMARY, "laptop": LAPTOP_SUMMARY, "smoke": SMOKE_SUMMARY}
+"""What networks trained from scratch have in common, for people."""
