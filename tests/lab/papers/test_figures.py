@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+import torch.nn.functional as F
 
 from flatmin.lab.findings import Cell, Comparison, LineFigure, SurfaceFigure
 from flatmin.lab.jobs import Archive, Outcome, read_outcome
@@ -14,6 +15,8 @@ from flatmin.lab.papers.figures import FIGURE_ITEMS
 from flatmin.lab.papers.item import SCALES
 from flatmin.lab.spec import Experiment
 from flatmin.lab.sweep_job import run_job
+from flatmin.lab.trained import load_trained
+from flatmin.measures import sam_update_cosine
 
 ITEMS = {item.name: item for item in FIGURE_ITEMS}
 every_item = pytest.mark.parametrize("name", ITEMS)
@@ -152,6 +155,19 @@ def test_every_job_can_be_run_and_measured(name, scale):
 def test_laptop_networks_are_trained_on_real_data_and_share_the_tables_runs():
     for name, item in ITEMS.items():
         assert {job.experiment.data.name for job in planned_jobs(item.study, "laptop")} == {"fashion-mnist"}, name
+
+
+def test_the_cosine_at_an_epoch_is_that_of_its_weights(smoke):
+    _, runs = smoke("second-order")
+    job = planned_jobs(ITEMS["second-order"].study, "smoke")[0]
+    outcome = read_outcome(job, runs)
+    for measurement in job.measurements:
+        trained = load_trained(runs / job.name, epoch=measurement.epoch)
+        batch = trained.training_batches(job.experiment.data.batch_size)[0]
+        expected = sam_update_cosine(trained.network, F.cross_entropy, batch, rho=job.experiment.optim.rho)
+        assert outcome.measured[measurement]["cosine"] == pytest.approx(expected, rel=1e-6)
+    found = [facts["cosine"] for facts in outcome.measured.values()]
+    assert len(set(found)) == len(job.measurements) == 2
 
 
 PAPER = {  # network, dataset(s), epochs, batch size, rho, number of jobs
