@@ -121,7 +121,12 @@ def load_peers():
 
 
 def top_five(model, x, y):
-    """The five largest eigenvalues: functions that return values and vectors."""
+    """The five largest eigenvalues: functions that return values and vectors.
+
+    flatmin and eigsh stop by the same rule, a Ritz residual of at most TOL times the eigenvalue: flatmin asks after
+    every product, eigsh (with the number of Lanczos vectors that scipy chooses) at its restarts. PyHessian stops when
+    an eigenvalue changes by less than TOL, which is less: the residuals that were reached stand in the table.
+    """
 
     def flatmin_top():
         found = top_eigenvalues(HessianOperator(model, LOSS, [(x, y)]), NUM_TOP, tol=TOL)

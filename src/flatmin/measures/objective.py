@@ -6,6 +6,7 @@ are exact.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +25,7 @@ from flatmin.measures.batches import (
     tree_map,
 )
 from flatmin.measures.checks import check_model, check_same_on_every_pass
+from flatmin.measures.images import TwiceDifferentiable
 from flatmin.measures.parameters import Params, flatten, parameter_names, unwrapped, working_dtype
 from flatmin.measures.values import Totals, Value
 
@@ -116,10 +118,10 @@ class Objective:
         low = tensor.is_floating_point() and tensor.element_size() < 4
         return tensor.to(self.dtype) if low else tensor
 
-    def run(self, state: dict[str, Tensor], batch: Batch, *, fast: bool = True) -> tuple[Tensor, Any, Any]:
+    def run(self, state: dict[str, Tensor], batch: Batch) -> tuple[Tensor, Any, Any]:
         """Return the mean loss on one batch, the outputs, and the targets on the model's device."""
         inputs, targets = tree_map(lambda t: self._raised(t.to(self.device, non_blocking=True)), tuple(batch))
-        if fast and self.channels_last:
+        if self.channels_last:
             inputs = tree_map(_channels_last, inputs)
         args, kwargs = (), {}
         if isinstance(inputs, dict):
@@ -132,8 +134,9 @@ class Objective:
 
     def loss(self, weights: Sequence[Tensor], batch: Batch) -> Tensor:
         """Return the mean loss on one batch, with a graph that can be differentiated twice."""
-        # The second derivatives of convolutions gain nothing by the layout that makes the first ones fast.
-        return self.run(self.state(weights), batch, fast=False)[0]
+        # Without it, second derivatives gain nothing by the layout that makes the first ones fast.
+        with TwiceDifferentiable() if self.channels_last else nullcontext():
+            return self.run(self.state(weights), batch)[0]
 
     def value(
         self,
