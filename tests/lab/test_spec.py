@@ -98,7 +98,7 @@ BAD = [
     (lambda: Optim(p=0.5), "optim.p", "0.5", "[1, inf]"),
     (lambda: Optim(rho=0.1, ascent_steps=0), "optim.ascent_steps", "0", "at least 1"),
     (lambda: Optim(rho=0.1, p=3, ascent_steps=2), "optim.ascent_steps", "2", "p is not 1, 2 or inf"),
-    (lambda: Optim(m=8), "optim.m", "8", "rho is 0"),
+    (lambda: Optim(m=0), "optim.m", "0", "at least 1"),
     (lambda: Optim(rho=0.1, m=8, sync_perturbation=True), "optim.m", "8", "sync_perturbation"),
     (lambda: Optim(second_order=True), "optim.second_order", "True", "rho is 0"),
     (lambda: Optim(rho=0.1, m=8, second_order=True), "optim.second_order", "True", "m, sync"),

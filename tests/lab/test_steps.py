@@ -173,6 +173,30 @@ def test_m_gives_each_micro_batch_its_own_eps_and_averages_statistics_from_the_s
     assert_same(stepper.network, reference, 1e-5)
 
 
+@pytest.mark.parametrize("network", ["cnn-4", "wrn-10-1"])
+def test_m_without_sam_normalises_by_micro_batch_and_averages_gradients_and_statistics(network):
+    stepper, reference = a_stepper(network, m=5, momentum=0.9, nesterov=False, weight_decay=0.01, decay="loss")
+    batch = a_batch(12)
+    take(stepper, [batch])
+    parts = batch.split(3)
+    start = {k: v.clone() for k, v in reference.named_buffers()}
+    grads, ends = [], []
+    for part in parts:
+        for name, buffer in reference.named_buffers():
+            buffer.data.copy_(start[name])
+        reference.train()
+        total = loss_of(reference, part) + 0.005 * sum((p**2).sum() for p in reference.parameters())
+        grads.append(torch.autograd.grad(total, list(reference.parameters())))
+        ends.append({k: v.clone() for k, v in reference.named_buffers()})
+    with torch.no_grad():
+        for i, p in enumerate(reference.parameters()):
+            p.sub_(0.1 * sum(len(part.labels) / 12 * g[i] for part, g in zip(parts, grads, strict=True)))
+        for name, buffer in reference.named_buffers():
+            if name.rpartition(".")[2].startswith("running_"):
+                buffer.copy_(sum(end[name] for end in ends) / 3)
+    assert_same(stepper.network, reference)
+
+
 def test_second_order_is_the_exact_gradient_through_eps():
     stepper, reference = a_stepper("cnn-4", rho=0.5, second_order=True, momentum=0.0, nesterov=False, weight_decay=0.0)
     take(stepper, [a_batch()])

@@ -56,13 +56,15 @@ class Outcome:
     measured: dict[Measurement, Facts] = field(default_factory=dict)
     problem: str | None = None
     """Why it came to nothing, for example that the loss diverged."""
+    final: bool = True
+    """Whether a problem is the run's own; if not (a process was killed, say), the next sweep tries again."""
 
     @property
     def complete(self) -> bool:
         """Whether there is nothing left to do for it."""
-        return self.problem is not None or (
-            self.result is not None and self.measured.keys() >= set(self.job.measurements)
-        )
+        if self.problem is not None:
+            return self.final
+        return self.result is not None and self.measured.keys() >= set(self.job.measurements)
 
 
 class Laboratory(Protocol):

@@ -164,7 +164,8 @@ class Optim:
     direction: Literal["gradient", "random"] = "gradient"
     """random perturbs along Gaussian noise (Appendix C.5)."""
     m: int | None = None
-    """Examples that share an eps (m-sharpness, Section 4.1); those of a worker if None."""
+    """Examples that batch norm sees together and that, with SAM, share an eps (m-sharpness, Section 4.1), as if on an
+    accelerator of their own; those of a worker if None."""
     sync_perturbation: bool = False
     """One eps for all workers (the default is one each, as in the paper)."""
     second_order: bool = False
@@ -202,7 +203,7 @@ class Optim:
         )
         require(self, "m", self.m is None or self.m >= 1, "at least 1, or None")
         require(self, "m", self.m is None or not self.sync_perturbation, "None where sync_perturbation is true")
-        untouched: dict[str, Any] = {"adaptive": None, "m": None, "sync_perturbation": False, "second_order": False}
+        untouched: dict[str, Any] = {"adaptive": None, "sync_perturbation": False, "second_order": False}
         untouched |= {"ascent_steps": 1, "direction": "gradient", "p": 2.0}
         for name, default in untouched.items():
             left_alone = self.rho > 0 or getattr(self, name) == default

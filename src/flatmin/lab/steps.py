@@ -1,6 +1,7 @@
 """One optimization step, in each of its kinds: plain, SAM, SAM over micro-batches, SAM with second-order terms."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,25 +113,36 @@ class Stepper:
         return measured
 
     def _plain_step(self, batch: Batch) -> StepMeasured:
-        measured = self._pass(batch, batch.share)
+        parts = self._micro_batches(batch)
+        means = MicroBatchStatistics(self.network, self.statistics, len(parts))
+        found = []
+        self.optimizer.zero_grad()
+        for number, part in enumerate(parts):
+            means.restart()
+            last = number == len(parts) - 1
+            with nullcontext() if last or self.workers.count == 1 else self.forward.no_sync():
+                found.append(self._pass(part, part.share, add=True))
+            means.add()
+        means.finish()
         self.optimizer.step()
+        measured = _mean(found, [float(len(part.examples)) for part in parts])
         return StepMeasured(measured, measured)
+
+    def _micro_batches(self, batch: Batch) -> list[Batch]:
+        return batch.split(1 if self.optim.m is None else -(-len(batch.examples) // self.optim.m))
 
     def _sam_step(self, batch: Batch) -> StepMeasured:
         assert isinstance(self.optimizer, SAM)
-        num_parts = 1 if self.optim.m is None else -(-len(batch.examples) // self.optim.m)
-        parts = batch.split(num_parts)
+        parts = self._micro_batches(batch)
+        num_parts = len(parts)
         found: list[list[Measured]] = [[] for _ in parts]
-        buffers = list(self.network.buffers()) if num_parts > 1 else []
-        start = [b.clone() for b in buffers]
-        mean_statistics = [torch.zeros_like(s) for s in self.statistics] if num_parts > 1 else []
+        means = MicroBatchStatistics(self.network, self.statistics, num_parts)
 
         def closure(number: int) -> Callable[[], Tensor]:
             def run() -> Tensor:
                 calls = found[number]
-                if not calls:  # at w; every micro-batch starts from the same statistics
-                    for buffer, first in zip(buffers, start, strict=True):
-                        buffer.copy_(first)
+                if not calls:  # at w
+                    means.restart()
                 ascends = len(calls) < self.optim.ascent_steps
                 if ascends:
                     with true_gradient(self.network):
@@ -138,8 +150,7 @@ class Stepper:
                 else:
                     calls.append(self._pass(parts[number], batch.share))
                 if len(calls) == 1:
-                    for mean, statistic in zip(mean_statistics, self.statistics, strict=False):
-                        mean.add_(statistic, alpha=1 / num_parts)
+                    means.add()
                 return calls[-1].loss
 
             return run
@@ -154,8 +165,7 @@ class Stepper:
             self.optimizer.step(closures, weights=sizes)
         else:
             self.optimizer.step(closures[0])
-        for statistic, mean in zip(self.statistics, mean_statistics, strict=False):
-            statistic.copy_(mean)
+        means.finish()
         return StepMeasured(
             _mean(before or [calls[0] for calls in found], sizes), _mean([calls[-1] for calls in found], sizes)
         )
@@ -190,9 +200,10 @@ class Stepper:
         self.optimizer.step()
         return StepMeasured(calls[0], calls[-1])
 
-    def _pass(self, batch: Batch, share: float) -> Measured:
-        """Leave the gradient of this worker's part of the loss in the parameters."""
-        self.optimizer.zero_grad()
+    def _pass(self, batch: Batch, share: float, *, add: bool = False) -> Measured:
+        """Leave the gradient of this worker's part of the loss in the parameters, or add it to what is there."""
+        if not add:
+            self.optimizer.zero_grad()
         with autocast(self.precision, self.workers.device):
             logits = self.forward(batch.inputs)
         loss, error = loss_and_error(logits, batch, self.optim.label_smoothing)
@@ -211,6 +222,35 @@ class Stepper:
         if self.optim.decay == "optimizer" or self.optim.weight_decay == 0:
             return 0.0
         return self.optim.weight_decay / 2 * torch.stack([p.square().sum() for p in parameters]).sum()
+
+
+class MicroBatchStatistics:
+    """The running averages of a step on micro-batches: each starts from the same ones, and their mean is kept.
+
+    That is what as many accelerators do whose statistics are averaged. With one micro-batch there is nothing to do.
+    """
+
+    def __init__(self, network: nn.Module, statistics: list[Tensor], num_parts: int) -> None:
+        several = num_parts > 1
+        self.num_parts, self.statistics = num_parts, statistics if several else []
+        self.buffers = list(network.buffers()) if several else []
+        self.start = [b.clone() for b in self.buffers]
+        self.means = [torch.zeros_like(s) for s in self.statistics]
+
+    def restart(self) -> None:
+        """Begin a micro-batch."""
+        for buffer, first in zip(self.buffers, self.start, strict=True):
+            buffer.copy_(first)
+
+    def add(self) -> None:
+        """Take the averages of a micro-batch into the mean."""
+        for mean, statistic in zip(self.means, self.statistics, strict=True):
+            mean.add_(statistic, alpha=1 / self.num_parts)
+
+    def finish(self) -> None:
+        """Put the mean into the network."""
+        for mean, statistic in zip(self.means, self.statistics, strict=True):
+            statistic.copy_(mean)
 
 
 def normalisation_statistics(network: nn.Module) -> list[Tensor]:

@@ -191,7 +191,7 @@ def prerequisite(job: Job) -> str | None:
 
 def _outcome(job: Job, runs: Path, failures: dict[str, str]) -> Outcome:
     outcome = read_outcome(job, runs)
-    return outcome if outcome.complete else dataclasses.replace(outcome, problem=failures.get(job.name))
+    return outcome if outcome.complete else dataclasses.replace(outcome, problem=failures.get(job.name), final=False)
 
 
 class Schedule:

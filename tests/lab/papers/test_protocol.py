@@ -18,7 +18,9 @@ from flatmin.lab.papers.protocol import (
     Contest,
     Method,
     as_it_is,
+    baselines,
     hold_contests,
+    sam_and_small_m,
     with_rates,
     with_rho,
 )
@@ -54,8 +56,10 @@ def contest(*methods, labels=("net",), column="data", claimed=None):
     return Contest(labels=labels, column=column, start=START, methods=methods, claimed=claimed or {})
 
 
-SGD = Method(name="SGD", candidates=with_rates((0.1, 0.2), (1e-4, 1e-3)), doubles=True)
-SAM = Method(name="SAM", candidates=with_rho((0.05, 0.1, 0.2)), after="SGD")
+SGD, LONGER = baselines(with_rates((0.1, 0.2), (1e-4, 1e-3)))
+SAM = Method(
+    name="SAM", candidates=with_rho((0.05, 0.1, 0.2)), after="SGD", against=(("SGD", "SGD, twice the epochs"),)
+)
 
 
 def by_validation(job):
@@ -69,8 +73,8 @@ def by_validation(job):
 
 def test_settings_are_chosen_by_validation_error_the_baseline_first_then_rho():
     lab = Invented(by_validation)
-    entries, _ = hold_contests([contest(SGD, SAM)], lab, "item")
-    sgd, sam = entries
+    entries, _ = hold_contests([contest(SGD, LONGER, SAM)], lab, "item")
+    sgd, _, sam = entries
     assert (sgd.chosen.optim.lr, sgd.chosen.optim.weight_decay) == (0.2, 1e-3)
     assert (sam.chosen.optim.lr, sam.chosen.optim.weight_decay, sam.chosen.optim.rho) == (0.2, 1e-3, 0.1)
     rounds = [(what, len(jobs)) for what, jobs in lab.asked]
@@ -79,7 +83,7 @@ def test_settings_are_chosen_by_validation_error_the_baseline_first_then_rho():
 
 def test_choosing_holds_out_a_tenth_and_replicas_train_on_all_with_other_seeds():
     lab = Invented(by_validation)
-    hold_contests([contest(SGD, SAM)], lab, "item")
+    hold_contests([contest(SGD, LONGER, SAM)], lab, "item")
     choosing = [job for what, jobs in lab.asked if "choosing" in what for job in jobs]
     replicas = [job for what, jobs in lab.asked if "replicas" in what for job in jobs]
     assert {job.experiment.data.validation for job in choosing} == {0.1}
@@ -89,19 +93,74 @@ def test_choosing_holds_out_a_tenth_and_replicas_train_on_all_with_other_seeds()
     assert len({job.name for job in replicas}) == 15
 
 
-@pytest.mark.parametrize(("doubled_error", "expected"), [(0.3, 30.0), (0.5, 40.0)])
-def test_the_baselines_better_mean_counts_and_only_the_baseline_doubles(doubled_error, expected):
+@pytest.mark.parametrize(("longer_error", "counts"), [(0.3, "SGD, twice the epochs"), (0.5, "SGD")])
+def test_sam_is_compared_with_the_better_mean_of_both_baselines_and_only_they_double(longer_error, counts):
     def ending(job):
-        return 0.1, doubled_error if job.experiment.epochs == 8 else 0.4
+        sam = 0.1 if job.experiment.optim.rho else 0.0
+        return 0.1, (longer_error if job.experiment.epochs == 8 else 0.4) - sam - 0.001 * job.seed**2 * (1 + sam)
 
-    one_sgd = replace(SGD, candidates=as_it_is)
-    entries, _ = hold_contests([contest(one_sgd, replace(SAM, candidates=with_rho((0.1,))))], Invented(ending), "item")
-    sgd, sam = entries
-    assert sgd.values("test_error") == pytest.approx(dict.fromkeys(SEEDS, expected))
-    assert {o.job.experiment.epochs for o in sgd.counted("test_error")} == {8 if expected == 30.0 else 4}
-    assert (sgd.note == "twice the epochs") == (expected == 30.0)
-    assert sam.doubled == ()
-    assert {o.job.experiment.epochs for o in sam.replicas} == {4}
+    methods = (*baselines(as_it_is), replace(SAM, candidates=with_rho((0.1,))))
+    lab = Invented(ending)
+    findings = findings_of(*hold_contests([contest(*methods)], lab, "item"))
+    assert comparison_of(findings).name == f"SAM - {counts}"
+    epochs = {(bool(j.experiment.optim.rho), j.experiment.epochs) for _, jobs in lab.asked for j in jobs}
+    assert epochs == {(False, 4), (False, 8), (True, 4)}
+    assert len(findings.tables[0].rows[0]) == 4  # the label, and a number for each
+
+
+def test_a_longer_run_of_an_experiment_that_is_evaluated_at_its_end_is_too():
+    start = replace(START, evaluate_every=4)
+    lab = Invented(lambda job: (0.1, 0.2))
+    hold_contests([Contest(labels=(), column="", start=start, methods=baselines(as_it_is), claimed={})], lab, "item")
+    assert {(j.experiment.epochs, j.experiment.evaluate_every) for _, jobs in lab.asked for j in jobs} == {
+        (4, 4),
+        (8, 8),
+    }
+
+
+def test_a_process_that_was_killed_leaves_the_choice_open():
+    class Killed(Invented):
+        def _outcome(self, job):
+            outcome = super()._outcome(job)
+            return (
+                replace(outcome, result=None, problem="killed", final=False)
+                if job.experiment.optim.rho == 0.2
+                else outcome
+            )
+
+    entries, needed = hold_contests([contest(SGD, LONGER, SAM)], Killed(by_validation), "item")
+    assert entries[2].chosen is None
+    assert sum(not outcome.complete for outcome in needed) == 1
+
+
+@pytest.mark.parametrize("lost", ["SAM", "SGD, twice the epochs"])
+@pytest.mark.parametrize("how", [None, "diverged"])
+def test_nothing_is_judged_while_a_replica_of_either_side_is_missing_or_came_to_nothing(lost, how):
+    def ending(job):
+        name = job.experiment.name.rpartition("/")[2]
+        return how if name == lost and job.seed == 3 else clear_difference(job)
+
+    methods = (*baselines(as_it_is), replace(SAM, candidates=with_rho((0.1,))))
+    findings = findings_of(*hold_contests([contest(*methods)], Invented(ending), "item"))
+    (verdict,) = findings.verdicts
+    assert verdict.held == "not tested"
+    assert lost in verdict.evidence
+    assert not [c for table in findings.tables for row in table.rows for c in row if isinstance(c, Comparison)]
+
+
+def test_small_m_is_also_compared_with_sgd_that_is_normalised_alike():
+    methods = (*baselines(as_it_is), *sam_and_small_m((0.1,), 10))
+    findings = findings_of(*hold_contests([contest(*methods)], Invented(clear_difference), "item"))
+    names = [c.name for table in findings.tables for row in table.rows for c in row if isinstance(c, Comparison)]
+    assert [name.partition(",")[0] for name in names[:1]] == ["SAM - SGD"]
+    assert "SAM, m = 10 - SGD, m = 10" in names
+    assert len(names) == 3
+
+
+def test_training_errors_stand_below_the_test_errors():
+    findings = findings_of(*hold_contests([contest(ONE_SGD, ONE_SAM)], Invented(clear_difference), "item"))
+    titles = [table.title for table in findings.tables]
+    assert [t for t in titles if "training error" in t]
 
 
 def test_a_run_that_diverged_is_never_chosen_and_a_missing_one_leaves_the_choice_open():
@@ -111,10 +170,10 @@ def test_a_run_that_diverged_is_never_chosen_and_a_missing_one_leaves_the_choice
     def missing(job):
         return None if job.experiment.optim.rho == 0.05 else by_validation(job)
 
-    assert hold_contests([contest(SGD, SAM)], Invented(diverges), "item")[0][1].chosen.optim.rho == 0.2
-    entries, needed = hold_contests([contest(SGD, SAM)], Invented(missing), "item")
-    assert entries[1].chosen is None
-    assert entries[1].replicas == ()
+    assert hold_contests([contest(SGD, LONGER, SAM)], Invented(diverges), "item")[0][2].chosen.optim.rho == 0.2
+    entries, needed = hold_contests([contest(SGD, LONGER, SAM)], Invented(missing), "item")
+    assert entries[2].chosen is None
+    assert entries[2].replicas == ()
     assert sum(not outcome.complete for outcome in needed) == 1
 
 
@@ -123,14 +182,17 @@ def test_a_method_may_start_from_what_another_one_chose():
         return [replace(base, data=replace(base.data, bootstrap=True))]
 
     after = Method(name="Bootstrap + SAM", candidates=bootstrapped, after="SAM")
-    entries, _ = hold_contests([contest(SGD, SAM, after)], Invented(by_validation), "item")
-    assert entries[2].chosen.optim.rho == 0.1
-    assert entries[2].chosen.data.bootstrap
-    assert entries[2].chosen.first_stage().run_hash() == entries[1].chosen.run_hash()
+    entries, _ = hold_contests([contest(SGD, LONGER, SAM, after)], Invented(by_validation), "item")
+    assert entries[3].chosen.optim.rho == 0.1
+    assert entries[3].chosen.data.bootstrap
+    assert entries[3].chosen.first_stage().run_hash() == entries[2].chosen.run_hash()
 
 
 def found(ending, contests, **changes):
-    entries, needed = hold_contests(contests, Invented(ending), "item")
+    return findings_of(*hold_contests(contests, Invented(ending), "item"), **changes)
+
+
+def findings_of(entries, needed, **changes):
     keywords = {"item": "item", "scale": "laptop", "claims": CLAIMS, "about_scale": "", "label_columns": ("model",)}
     return contest_findings(entries, needed, **{**keywords, **changes})
 
@@ -143,7 +205,8 @@ def clear_difference(job):
     return 0.1, errors[job.seed] if job.seed != CHOOSING_SEED else 0.5
 
 
-ONE_SGD, ONE_SAM = Method(name="SGD", candidates=as_it_is), replace(SAM, candidates=with_rho((0.1,)))
+ONE_SGD = Method(name="SGD", candidates=as_it_is)
+ONE_SAM = replace(SAM, candidates=with_rho((0.1,)), against=(("SGD",),))
 
 
 def test_cells_hold_the_mean_its_interval_the_values_and_the_runs():
@@ -201,7 +264,7 @@ def test_accuracies_are_shown_where_the_paper_shows_them_and_literature_is_only_
 
 
 def test_nothing_run_gives_an_honest_empty_page():
-    findings = found(lambda job: None, [contest(SGD, SAM)])
+    findings = found(lambda job: None, [contest(SGD, LONGER, SAM)])
     assert findings.num_missing > 0
     assert findings.runs == []
     assert all(v.held == "not tested" for v in findings.verdicts)
@@ -209,7 +272,7 @@ def test_nothing_run_gives_an_honest_empty_page():
 
 
 def test_the_validation_errors_that_chose_are_shown():
-    findings = found(by_validation, [contest(SGD, SAM)])
+    findings = found(by_validation, [contest(SGD, LONGER, SAM)])
     table = next(t for t in findings.tables if "chosen" in t.title)
     assert len(table.rows) == 7
     chosen = [row for row in table.rows if row[-1] == "chosen"]

@@ -9,22 +9,21 @@ from flatmin.lab.findings import Cell, Comparison, Findings, Held, Hyperparamete
 from flatmin.lab.jobs import Outcome
 from flatmin.lab.papers.claimed import Claims
 from flatmin.lab.papers.item import Scale
-from flatmin.lab.papers.protocol import Contest, Entry
+from flatmin.lab.papers.protocol import Contest, Entry, better
 from flatmin.lab.spec import Experiment
 from flatmin.lab.statistics import holm, mean_and_interval, paired_p_value
 
 SIGNIFICANCE = 0.05
 Rows = list[list[str | Cell | Comparison]]
 Literature = Mapping[str, Mapping[str, Cell]]
-NOTE = (
-    "Mean and 95 % confidence interval (Student's t) over replicas; what the paper claims beside it. A baseline's "
-    "number is the better mean of the standard and the doubled number of epochs."
-)
+NOTE = "Mean and 95 % confidence interval (Student's t) over replicas; what the paper claims beside it."
+DOUBLED = "The paper's number without SAM is the better of the standard and the doubled number of epochs."
 NOT_THE_SAME = (
     "The paper's numbers are for its own networks and all of the data, in the condition most like the one here: not to "
     "be reached at this scale. (Its SAM had m = 32.)"
 )
-METRIC_NAMES = {"test_error": "test error", "test_top5_error": "top-5 test error"}
+TRAINING_NOTE = "Over the last epoch, at the weights of each step, with what was trained on: wrong labels included."
+METRIC_NAMES = {"test_error": "test error", "test_top5_error": "top-5 test error", "train_error": "training error"}
 
 
 def contest_findings(
@@ -62,43 +61,33 @@ def contest_findings(
     """
     tables = []
     verdicts: list[Verdict] = []
-    for metric in metrics:
+    where = claims.source.partition(",")[0] + ("" if scale == "paper" else f" at {scale} scale")
+    for metric in (*metrics, "train_error"):
         cells = {(e.contest.name, e.method.name): _cell(e, metric, accuracy) for e in entries}
         if layout == "methods in columns":
             columns, rows = _methods_in_columns(entries, cells, label_columns)
         else:
-            columns, rows = _methods_in_rows(entries, cells, literature or {})
+            columns, rows = _methods_in_rows(entries, cells, (literature or {}) if metric in metrics else {})
         what = METRIC_NAMES[metric].replace("error", "accuracy") if accuracy else METRIC_NAMES[metric]
-        where = claims.source.partition(",")[0]
-        tables.append(
-            Table(
-                title=f"{where}: {what}, %" if scale == "paper" else f"{where} at {scale} scale: {what}, %",
-                columns=columns,
-                rows=rows,
-                note=NOTE if scale == "paper" else f"{NOTE} {NOT_THE_SAME}",
-            )
-        )
-        comparisons = _comparisons(entries, metric)
+        note = _note(entries, scale) if metric in metrics else TRAINING_NOTE
+        tables.append(Table(title=f"{where}: {what}, %", columns=columns, rows=rows, note=note))
+        comparisons = _comparisons(entries, metric) if metric in metrics else []
         if comparisons:
             tables.append(
                 Table(
-                    title=f"Against the baseline: {METRIC_NAMES[metric]}",
-                    columns=("condition", "method", "difference, p, Holm's p"),
-                    rows=[[c.name, entry.method.name, comparison] for (c, entry), comparison in comparisons],
+                    title=f"Comparisons: {METRIC_NAMES[metric]}",
+                    columns=("condition", "difference, p, Holm's p"),
+                    rows=[[entry.contest.name, comparison] for entry, comparison in comparisons],
                     note="Paired by seed, two-sided t-test; Holm's correction is for all lines of this table. "
                     "A negative difference is a lower error.",
                 )
             )
-        verdicts += [_verdict(entry, comparison, metric) for (_, entry), comparison in comparisons]
+        verdicts += [_verdict(entry, comparison, metric) for entry, comparison in comparisons]
+        verdicts += _open_questions(entries, metric) if metric in metrics else []
     if scale == "smoke":
-        verdicts = [
-            replace(v, held="not tested", evidence=f"A smoke test judges nothing. {v.evidence}") for v in verdicts
-        ]
+        nothing = "A smoke test judges nothing."
+        verdicts = [replace(v, held="not tested", evidence=f"{nothing} {v.evidence}") for v in verdicts]
     chosen_table = _choices(entries)
-    not_tested = [
-        Verdict(claim=s.claim, held="not tested", evidence=f"{s.own_numbers} (the paper's own numbers)")
-        for s in claims.statements
-    ]
     done = [outcome for outcome in needed if outcome.complete]
     return Findings(
         item=item,
@@ -107,26 +96,34 @@ def contest_findings(
         source=claims.source,
         about_scale=about_scale,
         tables=[*tables, *([chosen_table] if chosen_table else [])],
-        verdicts=verdicts or not_tested,
+        verdicts=verdicts,
         hyperparameters=[*_chosen_hyperparameters(entries), *hyperparameters],
-        notes=[*claims.notes, *notes],
+        notes=[*(f'The paper says: "{s.claim}" {s.own_numbers}' for s in claims.statements), *claims.notes, *notes],
         runs=list(dict.fromkeys(outcome.job.name for outcome in done)),
         num_missing=len({outcome.job.name for outcome in needed if not outcome.complete})
         + sum(entry.chosen is None for entry in entries),
     )
 
 
+def _note(entries: Sequence[Entry], scale: Scale) -> str:
+    claimed = any(e.contest.claimed for e in entries)
+    doubled = any(e.method.name.endswith("twice the epochs") for e in entries)
+    return " ".join(
+        (NOTE, *((DOUBLED,) if doubled else ()), *((NOT_THE_SAME,) if claimed and scale != "paper" else ()))
+    )
+
+
 def _cell(entry: Entry, metric: str, accuracy: bool) -> Cell:
     claimed = entry.contest.claimed.get((entry.method.name, metric))
-    by_seed = entry.values(metric)
-    values = tuple(100 - v if accuracy else v for _, v in sorted(by_seed.items()))
-    counted = [o for o in entry.counted(metric) if o.job.seed in by_seed]
+    by_seed = sorted(entry.values(metric).items())
+    values = tuple(100 - value if accuracy else value for _, value in by_seed)
+    names = {outcome.job.seed: outcome.job.name for outcome in entry.replicas}
     return Cell(
         claimed=claimed.printed() if claimed is not None else None,
         measured=mean_and_interval(values) if values else None,
         values=values,
-        runs=tuple(o.job.name for o in sorted(counted, key=lambda o: o.job.seed)),
-        note=entry.note if values else None,
+        runs=tuple(names[seed] for seed, _ in by_seed),
+        note=entry.shortcoming if values else None,
     )
 
 
@@ -165,38 +162,63 @@ def _shown_contests(entries: Sequence[Entry], cells: dict[tuple[str, str], Cell]
     return [c for name, c in contests.items() if name in measured or not measured]
 
 
-def _comparisons(entries: Sequence[Entry], metric: str) -> list[tuple[tuple[Contest, Entry], Comparison]]:
+def _rivals(entries: Sequence[Entry]) -> list[tuple[Entry, list[Entry]]]:
+    """Return each method with the group of methods that it is compared with, for each such group."""
+    by_name = {(e.contest.name, e.method.name): e for e in entries}
+    return [
+        (entry, [by_name[entry.contest.name, name] for name in group])
+        for entry in entries
+        for group in entry.method.against
+    ]
+
+
+def _comparisons(entries: Sequence[Entry], metric: str) -> list[tuple[Entry, Comparison]]:
+    """Compare each method with its rivals, where all replicas of all of them are there."""
     found = []
-    for entry in entries:
-        first = next(e for e in entries if e.contest.name == entry.contest.name)
-        base, own = first.values(metric), entry.values(metric)
-        seeds = sorted(base.keys() & own.keys())
-        if entry is first or len(seeds) < 2:
+    for entry, group in _rivals(entries):
+        if any(e.shortcoming for e in (entry, *group)) or len(entry.replicas) < 2:
             continue
+        rival = better(group, metric)
+        own, base = entry.values(metric), rival.values(metric)
+        seeds = sorted(own.keys() & base.keys())
         differences = tuple(own[s] - base[s] for s in seeds)
-        runs = [o.job.name for e in (first, entry) for o in e.counted(metric) if o.job.seed in seeds]
         found.append(
             (
-                (entry.contest, entry),
+                entry,
                 Comparison(
-                    name=f"{entry.method.name} - {first.method.name}",
+                    name=f"{entry.method.name} - {rival.method.name}",
                     difference=mean_and_interval(differences),
                     p_value=paired_p_value([own[s] for s in seeds], [base[s] for s in seeds]),
                     p_holm=math.nan,
                     num_pairs=len(seeds),
                     values=differences,
-                    runs=tuple(runs),
+                    runs=tuple(o.job.name for e in (rival, entry) for o in e.replicas),
                 ),
             )
         )
     corrected = holm([comparison.p_value for _, comparison in found])
-    return [(key, replace(c, p_holm=p)) for (key, c), p in zip(found, corrected, strict=True)]
+    return [(entry, replace(c, p_holm=p)) for (entry, c), p in zip(found, corrected, strict=True)]
+
+
+def _open_questions(entries: Sequence[Entry], metric: str) -> list[Verdict]:
+    """Return a verdict for each comparison that waits for runs, in contests that have begun."""
+    begun = {e.contest.name for e in entries if e.values(metric)}
+    found = []
+    for entry, group in _rivals(entries):
+        missing = [e.shortcoming for e in (entry, *group) if e.shortcoming is not None]
+        if missing and (entry.contest.name in begun or not begun):
+            claim = _claim(entry, group[0].method.name, metric)
+            found.append(Verdict(claim=claim, held="not tested", evidence=f"Not yet: {'; '.join(missing)}."))
+    return found
+
+
+def _claim(entry: Entry, rival: str, metric: str) -> str:
+    return f"{entry.contest.name}: {entry.method.name} has a lower {METRIC_NAMES[metric]} than {rival}."
 
 
 def _verdict(entry: Entry, comparison: Comparison, metric: str) -> Verdict:
     return Verdict(
-        claim=f"{entry.contest.name}: {entry.method.name} has a lower {METRIC_NAMES[metric]} than "
-        f"{comparison.name.rpartition(' - ')[2]}.",
+        claim=_claim(entry, comparison.name.rpartition(" - ")[2], metric),
         held=held_if_negative(comparison),
         evidence=f"{comparison.difference.mean:+.2f} ± {comparison.difference.half_width:.2f} points over "
         f"{comparison.num_pairs} pairs, p = {comparison.p_value:.2g}, {comparison.p_holm:.2g} after Holm's correction.",

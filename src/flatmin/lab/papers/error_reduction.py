@@ -56,7 +56,7 @@ def error_reduction(scale: Scale, lab: Laboratory) -> Findings:
                 x_label="condition, in ascending order",
                 y_label="error reduction, % of the baseline's error",
                 series=series,
-                runs=[o.job.name for e in entries for o in (*e.replicas, *e.doubled) if o.result is not None],
+                runs=[o.job.name for e in entries for o in e.replicas if o.result is not None],
             )
         ],
         verdicts=[_verdict(measured, scale)],

@@ -13,7 +13,7 @@ from flatmin.lab.papers.claims import FINETUNING_DATASETS, FinetuningCell
 from flatmin.lab.papers.contest_tables import contest_findings
 from flatmin.lab.papers.hyperparameters import HYPERPARAMETERS
 from flatmin.lab.papers.item import Scale
-from flatmin.lab.papers.protocol import Contest, Method, as_it_is, hold_contests, with_rho
+from flatmin.lab.papers.protocol import Contest, Method, as_it_is, hold_contests, twice, with_rho
 from flatmin.lab.papers.scales import PAPER_SUMMARY, SMOKE_SEEDS, SMOKE_SUMMARY, smoke
 from flatmin.lab.spec import Data, Experiment, Model, Optim
 
@@ -75,10 +75,10 @@ def _findings(item: str, scale: Scale, lab: Laboratory, contests: Sequence[Conte
 
 
 def _methods(rhos: Sequence[float], m: int | None) -> tuple[Method, ...]:
-    return (
-        Method(name="without SAM", candidates=as_it_is, doubles=True),
-        Method(name="SAM", candidates=with_rho(rhos, m), after="without SAM"),
-    )
+    base = Method(name="without SAM", candidates=as_it_is)
+    longer = twice(base)
+    sam = Method(name="SAM", candidates=with_rho(rhos, m), after=base.name, against=((base.name, longer.name),))
+    return base, longer, sam
 
 
 def _paper_contest(model: str, dataset: str, rho: float | None, source: Claims[FinetuningCell]) -> Contest:

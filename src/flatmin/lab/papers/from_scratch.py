@@ -12,7 +12,17 @@ from flatmin.lab.papers.claims import AUGMENTATIONS, CIFAR_ROWS, Classification,
 from flatmin.lab.papers.contest_tables import contest_findings
 from flatmin.lab.papers.hyperparameters import HYPERPARAMETERS
 from flatmin.lab.papers.item import Scale
-from flatmin.lab.papers.protocol import Contest, Method, as_it_is, hold_contests, with_rates, with_rho
+from flatmin.lab.papers.protocol import (
+    Contest,
+    Method,
+    as_it_is,
+    baselines,
+    hold_contests,
+    sam_and_small_m,
+    twice,
+    with_rates,
+    with_rho,
+)
 from flatmin.lab.papers.scales import (
     LAPTOP,
     LAPTOP_DECAYS,
@@ -71,8 +81,14 @@ def cifar_default_rho(scale: Scale, lab: Laboratory) -> Findings:
     if scale == "paper":
         contests = _cifar_paper(settings.DEFAULT_RHO)
     elif scale == "laptop":
-        contests = [_laptop_contest("none", "fashion-mnist", rhos=(settings.DEFAULT_RHO,))]
-        contests += [_laptop_contest("basic", "cifar10", rhos=(settings.DEFAULT_RHO,))]
+        rhos, row = (settings.DEFAULT_RHO,), FAMILY_ROWS["wrn"]
+        cells = {"SGD": "sgd", "SAM": "sam"}
+        claimed = {
+            (name, "test_error"): claims_appendix.CIFAR_RHO_005[Classification(row, "basic", "cifar10", key)]
+            for name, key in cells.items()
+        }
+        contests = [replace(_laptop_contest("none", "fashion-mnist", rhos=rhos), claimed={})]
+        contests += [replace(_laptop_contest("basic", "cifar10", rhos=rhos), claimed=claimed)]
     else:
         contests = [_smoke_contest(SMOKE_FAMILIES[0], "basic", rhos=(settings.DEFAULT_RHO,))]
     return _findings("rho-0.05", scale, lab, contests, claims_appendix.CIFAR_RHO_005, "cifar")
@@ -161,11 +177,11 @@ def _paper_contest(
     )
 
 
-def _two_methods(rho: float, m: int | None, doubles: bool = True) -> tuple[Method, Method]:
-    return (
-        Method(name="SGD", candidates=as_it_is, doubles=doubles),
-        Method(name="SAM", candidates=with_rho([rho], m), after="SGD"),
-    )
+def _two_methods(rho: float, m: int | None, doubles: bool = True) -> tuple[Method, ...]:
+    sgd = Method(name="SGD", candidates=as_it_is)
+    baselines = (sgd, twice(sgd)) if doubles else (sgd,)
+    names = tuple(method.name for method in baselines)
+    return (*baselines, Method(name="SAM", candidates=with_rho([rho], m), after="SGD", against=(names,)))
 
 
 def _imagenet_contest(model: str, epochs: int) -> Contest:
@@ -213,9 +229,8 @@ def _laptop_contest(
         column=dataset,
         start=start,
         methods=(
-            Method(name="SGD", candidates=with_rates(LAPTOP_LRS, LAPTOP_DECAYS), doubles=True),
-            Method(name="SAM", candidates=with_rho(rhos), after="SGD"),
-            Method(name=f"SAM, m = {LAPTOP_M}", candidates=with_rho(rhos, LAPTOP_M), after="SGD"),
+            *baselines(with_rates(LAPTOP_LRS, LAPTOP_DECAYS)),
+            *sam_and_small_m(rhos, LAPTOP_M),
         ),
         claimed=_nearest_claims(start.model.name, augment, dataset),
     )
@@ -265,10 +280,6 @@ def _smoke_contest(model: str, augment: Augment, rhos: Sequence[float] = (0.05, 
         labels=(model, augment),
         column=start.data.name,
         start=start,
-        methods=(
-            Method(name="SGD", candidates=with_rates((0.1,), (5e-4, 1e-3)), doubles=True),
-            Method(name="SAM", candidates=with_rho(rhos), after="SGD"),
-            Method(name="SAM, m = 10", candidates=with_rho(rhos[:1], 10), after="SGD"),
-        ),
+        methods=(*baselines(with_rates((0.1,), (5e-4, 1e-3))), *sam_and_small_m(rhos, 10)),
         claimed={},
     )

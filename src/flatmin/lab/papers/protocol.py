@@ -30,8 +30,13 @@ class Method:
     """What to choose from, given the choice of the method ``after`` (or the contest's start)."""
     after: str | None = None
     """Which method's choice the candidates are variants of; None: of the contest's start."""
-    doubles: bool = False
-    """Whether it may train for twice as many epochs."""
+    against: tuple[tuple[str, ...], ...] = ()
+    """The methods that it is compared with; of several in one tuple, the one with the better mean counts."""
+
+
+def twice(method: Method) -> Method:
+    """Return a method that trains for twice as many epochs, with the same settings."""
+    return Method(name=f"{method.name}, twice the epochs", candidates=_doubled, after=method.name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,30 +69,23 @@ class Entry:
     tried: tuple[tuple[Experiment, float | None], ...]
     """The candidates and their validation errors (None: not run, inf: diverged); empty where there was no choice."""
     replicas: tuple[Outcome, ...]
-    doubled: tuple[Outcome, ...]
 
     def values(self, metric: str) -> dict[int, float]:
-        """Return a metric of the better number of epochs, in %, by seed."""
-        standard, doubled = percentages(self.replicas, metric), percentages(self.doubled, metric)
-        if not doubled or not standard:
-            return standard or doubled
-        return doubled if mean(doubled.values()) < mean(standard.values()) else standard
-
-    def counted(self, metric: str) -> tuple[Outcome, ...]:
-        """Return the runs that `values` come from."""
-        took_double = self.doubled and self.values(metric) == percentages(self.doubled, metric)
-        return self.doubled if took_double else self.replicas
+        """Return a metric, in %, by seed."""
+        return percentages(self.replicas, metric)
 
     @property
-    def note(self) -> str | None:
-        """What a reader of the number has to know."""
-        parts = []
-        if self.doubled and self.counted("test_error") is self.doubled:
-            parts.append("twice the epochs")
-        diverged = sum(outcome.problem is not None for outcome in self.counted("test_error"))
-        if diverged:
-            parts.append(f"{diverged} of {len(self.replicas)} came to nothing")
-        return ", ".join(parts) or None
+    def shortcoming(self) -> str | None:
+        """Why nothing can be concluded from it yet; None if all replicas are there."""
+        if self.chosen is None:
+            return f"no setting of {self.method.name} is chosen yet"
+        lost = sum(outcome.problem is not None for outcome in self.replicas)
+        if lost:
+            return f"{lost} of {len(self.replicas)} replicas of {self.method.name} came to nothing"
+        found = sum(outcome.result is not None for outcome in self.replicas)
+        if found < len(self.replicas):
+            return f"{found} of {len(self.replicas)} replicas of {self.method.name} are there"
+        return None
 
 
 def percentages(outcomes: Iterable[Outcome], metric: str) -> dict[int, float]:
@@ -116,7 +114,8 @@ def hold_contests(
             name = "/".join((item, *contest.labels, contest.column, method.name))
             options[contest.name, method.name] = [replace(e, name=name) for e in method.candidates(origin)]
         jobs = {key: [_choosing_job(e) for e in found] for key, found in options.items() if len(found) > 1}
-        outcomes = lab.outcomes([job for found in jobs.values() for job in found], f"{item}: choosing settings")
+        asked = [job for found in jobs.values() for job in found]
+        outcomes = lab.outcomes(asked, f"{item}: choosing settings") if asked else []
         needed += outcomes
         by_name = {outcome.job.name: outcome for outcome in outcomes}
         for key, experiments in options.items():
@@ -128,35 +127,27 @@ def hold_contests(
             best = min((e for e in errors if e is not None and math.isfinite(e)), default=None)
             if best is not None and None not in errors:  # a choice from half of the candidates would not be one
                 chosen[key] = experiments[errors.index(best)]
-    jobs_of: dict[tuple[str, str], tuple[list[Job], list[Job]]] = {}
-    for contest in contests:
-        for method in contest.methods:
-            experiment = chosen.get((contest.name, method.name))
-            if experiment is not None:
-                longer = replace(experiment, epochs=BASELINE_EPOCHS_FACTOR * experiment.epochs)
-                jobs_of[contest.name, method.name] = (
-                    [Job(experiment=experiment, seed=seed) for seed in seeds],
-                    [Job(experiment=_evaluated_once(longer), seed=seed) for seed in seeds] if method.doubles else [],
-                )
-    asked = [job for pair in jobs_of.values() for jobs in pair for job in jobs]
+    jobs_of = {key: [Job(experiment=experiment, seed=seed) for seed in seeds] for key, experiment in chosen.items()}
+    asked = [job for jobs in jobs_of.values() for job in jobs]
     found = dict(zip([job.name for job in asked], lab.outcomes(asked, f"{item}: replicas"), strict=True))
     needed += found.values()
-    entries = []
-    for contest in contests:
-        for method in contest.methods:
-            key = (contest.name, method.name)
-            standard, doubled = jobs_of.get(key, ([], []))
-            entries.append(
-                Entry(
-                    contest=contest,
-                    method=method,
-                    chosen=chosen.get(key),
-                    tried=tried.get(key, ()),
-                    replicas=tuple(found[job.name] for job in standard),
-                    doubled=tuple(found[job.name] for job in doubled),
-                )
-            )
+    entries = [
+        Entry(
+            contest=contest,
+            method=method,
+            chosen=chosen.get((contest.name, method.name)),
+            tried=tried.get((contest.name, method.name), ()),
+            replicas=tuple(found[job.name] for job in jobs_of.get((contest.name, method.name), ())),
+        )
+        for contest in contests
+        for method in contest.methods
+    ]
     return entries, needed
+
+
+def better(entries: Sequence[Entry], metric: str) -> Entry:
+    """Return the one with the lower mean."""
+    return min(entries, key=lambda entry: mean(entry.values(metric).values()))
 
 
 def with_rho(rhos: Sequence[float], m: int | None = None) -> Callable[[Experiment], list[Experiment]]:
@@ -176,9 +167,34 @@ def as_it_is(base: Experiment) -> list[Experiment]:
     return [base]
 
 
-def _evaluated_once(experiment: Experiment) -> Experiment:
-    # An experiment that is evaluated only at its end still is, when it is longer.
-    return replace(experiment, evaluate_every=max(experiment.evaluate_every, 1) * BASELINE_EPOCHS_FACTOR)
+def with_m(m: int) -> Callable[[Experiment], list[Experiment]]:
+    """Return the one candidate of a method that is trained by micro-batches."""
+    return lambda base: [replace(base, optim=replace(base.optim, m=m))]
+
+
+def baselines(candidates: Callable[[Experiment], Sequence[Experiment]]) -> tuple[Method, Method]:
+    """Return SGD with its choice of settings, and SGD for twice as many epochs."""
+    sgd = Method(name="SGD", candidates=candidates)
+    return sgd, twice(sgd)
+
+
+def sam_and_small_m(rhos: Sequence[float], m: int) -> tuple[Method, ...]:
+    """Return SAM with one eps for the batch, with one for every m examples, and SGD normalised by m examples.
+
+    The last is a control: with micro-batches batch norm sees fewer examples at once, which is a regulariser by itself.
+    """
+    sgd = ("SGD", "SGD, twice the epochs")
+    control = f"SGD, m = {m}"
+    return (
+        Method(name=control, candidates=with_m(m), after="SGD"),
+        Method(name="SAM", candidates=with_rho(rhos), after="SGD", against=(sgd,)),
+        Method(name=f"SAM, m = {m}", candidates=with_rho(rhos, m), after="SGD", against=(sgd, (control,))),
+    )
+
+
+def _doubled(base: Experiment) -> list[Experiment]:
+    factor = BASELINE_EPOCHS_FACTOR
+    return [replace(base, epochs=factor * base.epochs, evaluate_every=factor * base.evaluate_every)]
 
 
 def _choosing_job(experiment: Experiment) -> Job:
@@ -188,5 +204,5 @@ def _choosing_job(experiment: Experiment) -> Job:
 
 def _validation_error(outcome: Outcome) -> float | None:
     if outcome.problem is not None:
-        return math.inf
+        return math.inf if outcome.final else None
     return percentages([outcome], "valid_error").get(outcome.job.seed)

@@ -48,8 +48,8 @@ PAPER_SUMMARY = "The paper's own networks, data and settings; where it gives non
 LAPTOP_SUMMARY = (
     "A small network (WRN-10-2) on 1,000 images of Fashion-MNIST or CIFAR-10 for 40 epochs on a laptop's two cores, "
     "in place of WRN-28-10 and larger on 50,000 images for 200 to 1,800 epochs on 8 GPUs. The network has many "
-    "times more parameters than examples and fits its training set. Errors are therefore far higher than the paper's; "
-    "what can be compared is the sign of a difference, not its size. rho is chosen from 0.05 to 0.5."
+    "times more parameters than examples. Errors are far higher than the paper's: what can be compared is the sign of "
+    "a difference, not its size. The replicas share one subset of the images."
 )
 SMOKE_SUMMARY = "One epoch on 40 digits: this shows that everything runs, and nothing else."
 SUMMARIES: dict[Scale, str] = {"paper": PAPER_SUMMARY, "laptop": LAPTOP_SUMMARY, "smoke": SMOKE_SUMMARY}

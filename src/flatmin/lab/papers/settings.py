@@ -53,7 +53,7 @@ class Training:
             label_smoothing=self.label_smoothing,
             clip_norm=self.clip_norm,
             rho=rho,
-            m=self.m if rho > 0 and self.num_accelerators > 1 else None,
+            m=self.m if self.num_accelerators > 1 else None,
         )
 
 
