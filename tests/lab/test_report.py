@@ -25,6 +25,7 @@ from flatmin.lab.report import describe_runs, write_report
 from flatmin.lab.report.figures import plotly_figure, svg
 from flatmin.lab.report.numbers import interval_text, number_text
 from flatmin.lab.report.runs import read_run, without_paths
+from flatmin.lab.run_directory import RunError
 from flatmin.lab.statistics import Interval, mean_and_interval
 from report_cases import METHODS, SESSION, claimed_experiment, experiment, findings_with_runs, write_run
 
@@ -442,8 +443,9 @@ def test_any_folder_of_runs_can_be_described(tmp_path):
 
 
 def test_a_folder_without_runs_says_so(tmp_path):
-    with pytest.raises(ValueError, match="no runs in"):
-        describe_runs(tmp_path)
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(RunError, match="no runs in"):
+            describe_runs(folder)
 
 
 def test_findings_of_nothing_make_a_page(tmp_path):

@@ -1,8 +1,11 @@
 """What a study would cost: its runs, and how often an image passes forward and backward through a network."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
+from flatmin.lab.findings import Findings
 from flatmin.lab.jobs import Job, Laboratory, Outcome
 from flatmin.lab.papers.item import Scale, Study
 from flatmin.lab.papers.settings import FINETUNING_TRAIN_SIZES
@@ -21,15 +24,23 @@ class Planner:
     Runs that choose settings seem to end alike, so that studies go on to ask for all they need.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, known: Laboratory | None = None) -> None:
+        self.known = known
+        """Where runs are looked up first, so that choices that were made are those of the plan; nowhere if None."""
         self.jobs: dict[str, Job] = {}
+        self.missing: dict[str, Job] = {}
+        self.labels: dict[str, None] = {}
+        """What people call the jobs, in order; several may be one run."""
 
     def outcomes(self, jobs: Sequence[Job], what: str) -> list[Outcome]:
         """Note the jobs; none of them is run."""
+        known = self.known.outcomes(jobs, what) if self.known is not None else [Outcome(job=job) for job in jobs]
         self.jobs |= {job.name: job for job in jobs}
-        return [self._outcome(job) for job in jobs]
+        self.missing |= {outcome.job.name: outcome.job for outcome in known if not outcome.complete}
+        self.labels |= dict.fromkeys(map(label, jobs))
+        return [outcome if outcome.complete else self._pretended(outcome.job) for outcome in known]
 
-    def _outcome(self, job: Job) -> Outcome:
+    def _pretended(self, job: Job) -> Outcome:
         if job.experiment.data.validation == 0:
             return Outcome(job=job)
         lines: list[Metrics] = [{"epoch": job.experiment.epochs, "valid_error": 0.5}]
@@ -41,12 +52,35 @@ class Planner:
         )
 
 
+def label(job: Job) -> str:
+    """Return what people call a job: the name of its experiment, and the seed."""
+    return f"{job.experiment.name}/seed{job.seed}"
+
+
+def plan(study: Study, scale: Scale, known: Laboratory | None = None) -> Planner:
+    """Return what a study asks for, given the runs that are there.
+
+    Where a choice is still open, the first candidate stands for the chosen one: as many runs follow from any.
+    """
+    planner = Planner(known)
+    study(scale, planner)
+    return planner
+
+
 def planned_jobs(study: Study, scale: Scale) -> list[Job]:
     """Return all jobs that a study asks for when nothing is there yet."""
-    planner = Planner()
-    lab: Laboratory = planner
-    study(scale, lab)
-    return list(planner.jobs.values())
+    return list(plan(study, scale).jobs.values())
+
+
+def with_all_missing(findings: Findings, study: Study, known: Laboratory) -> Findings:
+    """Return findings that count as missing also the runs which follow from choices that are still open.
+
+    A study cannot know these runs before the choice is made, and so does not count them by itself.
+    """
+    if not findings.num_missing:
+        return findings
+    planned = plan(study, cast(Scale, findings.scale), known)
+    return replace(findings, num_missing=max(findings.num_missing, len(planned.missing)))
 
 
 def cost(jobs: Iterable[Job]) -> int:
