@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from flatmin.lab.checkpoint import StorageError
 from flatmin.lab.findings import (
     Cell,
     Comparison,
@@ -322,11 +323,13 @@ def test_a_page_is_replaced_as_a_whole(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr("flatmin.lab.report.os.replace", fail)
-    with pytest.raises(OSError, match="disk full"):
+    monkeypatch.setattr("flatmin.lab.run_directory.os.fsync", fail)
+    with pytest.raises(StorageError, match="disk full"):
         write_report([simple(title="another")], runs=tmp_path, out=tmp_path / "out")
     assert page.read_bytes() == before
-    assert sorted(path.name for path in page.parent.iterdir()) == ["index.html", "report.md"]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="Choose another folder with --out"):
+        write_report([simple()], runs=tmp_path, out=tmp_path / "file" / "out")
 
 
 def test_files_that_cannot_be_read_are_said_and_stop_nothing(tmp_path):
