@@ -249,7 +249,7 @@ def test_what_an_item_costs_on_a_laptop_is_known(name):
 
 
 def test_a_pass_costs_what_the_arithmetic_of_its_network_does():
-    """A convolution of c channels takes a multiple of c^2 operations for each pixel: twice the width, four times that."""
+    """A convolution of c channels takes a multiple of c^2 operations for each pixel: twice the width, four times it."""
     small, wide = (
         Experiment(data=Data(name="fashion-mnist", train_size=10), model=Model(name=n), epochs=1)
         for n in ("wrn-10-2", "wrn-10-4")
