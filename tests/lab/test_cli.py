@@ -92,6 +92,9 @@ MISTAKES = [
     (["train", "--data.name", "imagenet"], 3, "ILSVRC2012_devkit_t12.tar.gz"),
     (["train", "--runs", "/dev/null/runs"], 4, "cannot be written to"),
     (["train", "--optim.lr", "1e30", "--model.name", "cnn-4", "--epochs", "3"], 5, "no number any more"),
+    (["report", "--runs", "nowhere"], 2, "There are no runs in nowhere"),
+    (["report", "table1", "--scale", "smoke", "--out", "/dev/null/page"], 4, "cannot be written"),
+    (["reproduce", "table1", "--scale", "smoke", "--only", "tabel1/wrn"], 2, "no run has that in its name"),
     (["show", "nothing"], 2, "'nothing' is neither the directory of a run nor the beginning"),
     (["measure", "sharpness", "nothing"], 2, "'nothing' is neither"),
 ]

@@ -27,7 +27,7 @@ def nothing_outside(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("FLATMIN_DATA", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(datasets_module, "DEBIAN_FASHION_MNIST", tmp_path / "no-debian")
+    monkeypatch.setattr(roots, "DEBIAN_FASHION_MNIST", tmp_path / "no-debian")
 
     def refuse(*args, **kwargs):
         raise urllib.error.URLError("no network in tests")
@@ -116,6 +116,29 @@ def test_a_missing_dataset_says_which_files_to_put_where(name, tmp_path):
         assert "no network in tests" in message
 
 
+@pytest.mark.parametrize("failure", [OSError("no network"), RuntimeError("a wrong checksum")])
+def test_a_download_that_failed_leaves_nothing_and_is_tried_again(failure, tmp_path):
+    def fails_half_way(target):
+        (target / "flowers-102").mkdir()
+        (target / "flowers-102" / "half.tgz").write_text("")
+        raise failure
+
+    def succeeds(target):
+        (target / "flowers-102").mkdir()
+        (target / "flowers-102" / "setid.mat").write_text("whole")
+
+    for _ in range(2):
+        with pytest.raises(DataError, match="Downloading it failed"):
+            roots.find_or_download("flowers102", tmp_path, fails_half_way)
+        assert not list(tmp_path.iterdir())
+    (tmp_path / "flowers-102").mkdir()  # what an older version left: nothing at all
+    assert roots.find("flowers102", tmp_path) is None
+    assert roots.find_or_download("flowers102", tmp_path, succeeds) == tmp_path
+    assert [path.name for path in tmp_path.iterdir()] == ["flowers-102"]
+    assert (tmp_path / "flowers-102" / "setid.mat").read_text() == "whole"
+    assert roots.find("flowers102", tmp_path) == tmp_path
+
+
 def write_cifar10(root, monkeypatch):
     """A CIFAR-10 of 20 + 4 images in the official format, with the checksums torchvision expects changed to match."""
     import pickle
@@ -192,7 +215,7 @@ def write_idx(folder, monkeypatch, *, packed):
 def test_fashion_mnist_is_found_unpacked_packed_and_in_debians_folder(place, packed, tmp_path, monkeypatch):
     write_idx(tmp_path / "root" / place, monkeypatch, packed=packed)
     if place == "debian":
-        monkeypatch.setattr(datasets_module, "DEBIAN_FASHION_MNIST", tmp_path / "root/debian")
+        monkeypatch.setattr(roots, "DEBIAN_FASHION_MNIST", tmp_path / "root/debian")
     dataset = load_dataset(Data(name="fashion-mnist"), data_root=tmp_path / "root")
     assert dataset.train.pixels.shape == (6, 1, 28, 28)
     assert dataset.train.pixels.flatten()[:12].tolist() == [*range(10), 0, 1]

@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from flatmin.lab.checkpoint import StorageError
 from flatmin.lab.findings import (
     Cell,
     Comparison,
@@ -25,6 +26,7 @@ from flatmin.lab.report import describe_runs, write_report
 from flatmin.lab.report.figures import plotly_figure, svg
 from flatmin.lab.report.numbers import interval_text, number_text
 from flatmin.lab.report.runs import read_run, without_paths
+from flatmin.lab.run_directory import RunError
 from flatmin.lab.statistics import Interval, mean_and_interval
 from report_cases import METHODS, SESSION, claimed_experiment, experiment, findings_with_runs, write_run
 
@@ -321,11 +323,13 @@ def test_a_page_is_replaced_as_a_whole(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr("flatmin.lab.report.os.replace", fail)
-    with pytest.raises(OSError, match="disk full"):
+    monkeypatch.setattr("flatmin.lab.run_directory.os.fsync", fail)
+    with pytest.raises(StorageError, match="disk full"):
         write_report([simple(title="another")], runs=tmp_path, out=tmp_path / "out")
     assert page.read_bytes() == before
-    assert sorted(path.name for path in page.parent.iterdir()) == ["index.html", "report.md"]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="Choose another folder with --out"):
+        write_report([simple()], runs=tmp_path, out=tmp_path / "file" / "out")
 
 
 def test_files_that_cannot_be_read_are_said_and_stop_nothing(tmp_path):
@@ -442,8 +446,9 @@ def test_any_folder_of_runs_can_be_described(tmp_path):
 
 
 def test_a_folder_without_runs_says_so(tmp_path):
-    with pytest.raises(ValueError, match="no runs in"):
-        describe_runs(tmp_path)
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(RunError, match="no runs in"):
+            describe_runs(folder)
 
 
 def test_findings_of_nothing_make_a_page(tmp_path):

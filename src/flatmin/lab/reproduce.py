@@ -1,5 +1,6 @@
 """``flatmin reproduce`` runs the experiments behind a table or figure again; ``flatmin report`` shows what is there."""
 
+import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,12 +9,18 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
+from flatmin.lab.data.images import DataError
 from flatmin.lab.engine import CHECKPOINT_SECONDS
 from flatmin.lab.fields import SpecError, did_you_mean
 from flatmin.lab.findings import Findings
+from flatmin.lab.inputs import Inputs
 from flatmin.lab.jobs import Archive, Job, Laboratory, Outcome
+from flatmin.lab.models.weights import ModelError
+from flatmin.lab.papers.cost import label, plan, with_all_missing
 from flatmin.lab.papers.foret2021 import ITEMS
 from flatmin.lab.papers.item import Item, Scale
+
+SHOWN_NAMES = 5
 
 
 class Restricted:
@@ -24,8 +31,7 @@ class Restricted:
 
     def outcomes(self, jobs: Sequence[Job], what: str) -> list[Outcome]:
         """Run the jobs that have one of the texts in NAME/seedN, and return what is known of all."""
-        names = {job: f"{job.experiment.name}/seed{job.seed}" for job in jobs}
-        wanted = [job for job in jobs if any(text in names[job] for text in self.only)]
+        wanted = [job for job in jobs if _is_meant(label(job), self.only)]
         if wanted:
             self.lab.outcomes(wanted, what)
         return self.archive.outcomes(jobs, what)
@@ -52,7 +58,7 @@ class Reproduce:
     processes: int = 0
     """How many networks are trained at once; 0 is as many as there are cores (or GPUs)."""
     threads: int = 0
-    """Threads of each; 0 is one."""
+    """Threads of each; 0 is one, or with GPUs an equal share of the cores."""
     data_root: Path | None = None
     """The first folder in which datasets are looked for (then FLATMIN_DATA, ./data, the user's cache)."""
     checkpoint_seconds: float = CHECKPOINT_SECONDS
@@ -63,7 +69,14 @@ class Reproduce:
         from flatmin.lab.sweep import Sweeper
 
         chosen = _items(self.items)
+        archive = Archive(self.runs)
+        skipped = self._cannot_run(chosen, archive)
+        _raise_if_none_is_left(chosen, skipped)
+        for name, why in skipped.items():
+            console.print(f"{name} is left out: {why}", highlight=False, markup=False)
         out = self.out or self.runs / f"report-{self.scale}"
+        found: list[Findings] = []
+        page: Path | None = None
         with Sweeper(
             runs=self.runs,
             data_root=self.data_root,
@@ -74,14 +87,52 @@ class Reproduce:
             checkpoint_seconds=self.checkpoint_seconds,
             console=console,
         ) as sweeper:
-            lab: Laboratory = Restricted(sweeper, Archive(self.runs), self.only) if self.only else sweeper
-            found: list[Findings] = []
-            for item in chosen:
+            lab: Laboratory = Restricted(sweeper, archive, self.only) if self.only else sweeper
+            for item in (item for item in chosen if item.name not in skipped):
                 console.print(f"[bold]{item.source}: {item.title}[/bold] ({item.name}, {self.scale})")
-                found.append(item.study(self.scale, lab))
+                try:
+                    findings = item.study(self.scale, lab)
+                except (DataError, ModelError) as error:  # found, but damaged: the other items may not need it
+                    skipped[item.name] = error
+                    _raise_if_none_is_left(chosen, skipped)
+                    console.print(f"{item.name} is left out: {error}", highlight=False, markup=False)
+                    continue
+                found.append(with_all_missing(findings, item.study, archive))
                 page = _write(found, self.runs, out)
                 _print_verdicts(found[-1], console)
-        console.print(f"The page: {page}")
+        if page is not None:
+            console.print(f"The page: {page}")
+        if skipped:
+            reasons = "\n".join(dict.fromkeys(map(str, skipped.values())))
+            raise DataError(f"What {', '.join(skipped)} needed was not there; all else was run.\n{reasons}")
+
+    def _cannot_run(self, chosen: Sequence[Item], archive: Archive) -> dict[str, Exception]:
+        """Return why some items cannot be run, by name; before the first one begins, because that may take hours.
+
+        Raises:
+            SpecError: ``only`` means no run of any item.
+        """
+        plans = {item.name: plan(item.study, self.scale, archive) for item in chosen}
+        labels = dict.fromkeys(text for planned in plans.values() for text in planned.labels)
+        if self.only and not any(_is_meant(text, self.only) for text in labels):
+            names = list(dict.fromkeys(text.rpartition("/")[0].removesuffix(" (choosing)") for text in labels))
+            close = difflib.get_close_matches(self.only[0], names, n=SHOWN_NAMES, cutoff=0.5) or names[:SHOWN_NAMES]
+            raise SpecError(
+                f"--only {' '.join(self.only)}: no run has that in its name. There are {len(names)} names, for "
+                f"example {', '.join(close)}."
+            )
+        # The nodes of a cluster have files of their own, of which nothing is known here.
+        if self.engine == "ray":
+            return {}
+        inputs = Inputs(data_root=self.data_root)
+        found = {}
+        for name, planned in plans.items():
+            jobs = [job for job in planned.missing.values() if not self.only or _is_meant(label(job), self.only)]
+            problems = inputs.problems(jobs)
+            if problems:
+                kind = type(problems[0])
+                found[name] = kind("\n".join(map(str, problems)))
+        return found
 
 
 @dataclass(frozen=True)
@@ -107,7 +158,10 @@ class Report:
             found = [describe_runs(self.runs)]
             out = self.out or self.runs / "report"
         else:
-            found = [item.study(self.scale, Archive(self.runs)) for item in _items(self.items)]
+            archive = Archive(self.runs)
+            found = [
+                with_all_missing(item.study(self.scale, archive), item.study, archive) for item in _items(self.items)
+            ]
             out = self.out or self.runs / f"report-{self.scale}"
         page = _write(found, self.runs, out, self.title)
         for findings in found:
@@ -127,6 +181,22 @@ def _items(names: Sequence[str]) -> list[Item]:
     return [ITEMS[name] for name in names]
 
 
+def _is_meant(name: str, only: Sequence[str]) -> bool:
+    return any(text in name for text in only)
+
+
+def _raise_if_none_is_left(chosen: Sequence[Item], skipped: dict[str, Exception]) -> None:
+    """Raise the one error there is, or all of them as one, where no item can be run."""
+    if chosen and len(skipped) == len(chosen):
+        raise (
+            next(iter(skipped.values()))
+            if len(skipped) == 1
+            else DataError(
+                "\n".join(dict.fromkeys(line for error in skipped.values() for line in str(error).splitlines()))
+            )
+        )
+
+
 def _write(found: Sequence[Findings], runs: Path, out: Path, title: str = "") -> Path:
     from flatmin.lab.report import write_report
 
@@ -134,7 +204,9 @@ def _write(found: Sequence[Findings], runs: Path, out: Path, title: str = "") ->
 
 
 def _print_verdicts(findings: Findings, console: Console) -> None:
+    from flatmin.lab.report.words import missing_text
+
     for verdict in findings.verdicts:
         console.print(f"  {verdict.held}: {verdict.claim} {verdict.evidence}", highlight=False, markup=False)
     if findings.num_missing:
-        console.print(f"  {findings.num_missing} runs are missing.", highlight=False)
+        console.print(f"  {missing_text(findings.num_missing)}", highlight=False)

@@ -232,7 +232,7 @@ def write_whole(path: Path, text: str) -> None:
     """
     temporary = path.with_suffix(".part")
     try:
-        with temporary.open("w") as file:
+        with temporary.open("w", encoding="utf-8", newline="\n") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

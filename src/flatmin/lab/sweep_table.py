@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flatmin.lab.jobs import Job, read_outcome
+from flatmin.lab.passes import passes_of_a_step
 
 State = Literal["waiting", "running", "done", "failed"]
 REFRESHES_PER_SECOND = 2
@@ -20,8 +21,7 @@ OTHER_LINES = 8  # of a terminal's height: the table's frame, sums, the prompt
 
 def passes(job: Job) -> int:
     """Return how many passes over the training set a job takes in all, by which its length is guessed."""
-    optim = job.experiment.optim
-    return job.experiment.epochs * (1 + optim.ascent_steps if optim.rho > 0 else 1)
+    return job.experiment.epochs * passes_of_a_step(job.experiment)
 
 
 class SweepProgress:

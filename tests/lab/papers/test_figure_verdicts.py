@@ -11,6 +11,7 @@ import pytest
 from flatmin.lab.findings import Cell, Comparison
 from flatmin.lab.jobs import Outcome
 from flatmin.lab.papers.cost import Planner, planned_jobs
+from flatmin.lab.papers.error_reduction import _verdict
 from flatmin.lab.papers.figures import FIGURE_ITEMS
 from flatmin.lab.papers.predictive_figures import PGDL, ZOOS, better_predictor
 from flatmin.lab.run_directory import Result
@@ -225,7 +226,13 @@ def test_norms_are_judged_each_at_its_own_rho(two, sup, noise, held):
     rows = {row[0]: row for row in found.tables[0].rows}
     assert [rows[kind][1] for kind in ("p = 2", "p = inf", "random")] == ["0.2", "0.1", "2"]
     compared = cells(found, Comparison)
-    assert [c.name for c in compared] == ["p = 2 - random", "p = inf - random", "p = 2 - p = inf"]
+    assert [[e.name for e in row if isinstance(e, Comparison)] for row in found.tables[0].rows] == [
+        ["p = 2 - random", "p = 2 - p = inf"],
+        ["p = inf - random"],
+        [],
+        [],
+    ]
+    assert all(len(row) == len(found.tables[0].columns) for row in found.tables[0].rows)
     assert all(c.p_holm >= c.p_value and c.num_pairs == 5 for c in compared)
 
 
@@ -347,7 +354,7 @@ def test_on_cifar100_several_steps_must_be_better_than_one():
 def zoo_lab(sharpness_of, num_stuck=0, gap=None):
     """A zoo whose test errors are all different, in no order of the hyperparameters."""
     rng = np.random.default_rng(1)
-    order = rng.permutation(48) if gap is None else gap
+    order = rng.permutation(72) if gap is None else gap
     number = {job.name: n for n, job in enumerate(planned_jobs(ITEMS["predictive"].study, "laptop"))}
 
     def metrics(job):
@@ -371,7 +378,7 @@ def test_a_measure_that_orders_the_zoo_scores_1_and_noise_does_not():
     assert scores(found)["1"] == pytest.approx(1.0)
     assert scores(found)["n"] < 0.3
     assert found.verdicts[0].held == "held"
-    assert "48 networks" in found.verdicts[0].evidence
+    assert "72 networks" in found.verdicts[0].evidence
     assert list(scores(found)) == ["1", "4", "16", "64", "256", "n"]
     assert list(found.figures[0].series[0].x) == [1, 4, 16, 64, 256, 1000]
 
@@ -406,22 +413,46 @@ def test_a_measure_of_the_wrong_sign_does_not_make_the_claim_hold():
 @pytest.mark.usefixtures("two_measures")
 def test_networks_that_did_not_reach_the_loss_are_left_out_and_counted():
     # The first five would spoil the order of the others.
-    gap = [*range(48)]
+    gap = [*range(72)]
     found = ITEMS["predictive"].study(
         "laptop", zoo_lab(lambda m, gap, rng: 1000.0 - gap if gap < 5 else gap, num_stuck=5, gap=gap)
     )
-    assert any("43 networks of 48 are counted; 5 did not come to the loss" in note for note in found.notes)
+    assert any("67 networks of 72 are counted; 5 did not come to the loss" in note for note in found.notes)
     assert scores(found)["1"] == pytest.approx(1.0)
-    assert all(len(series.x) == 43 for series in found.figures[1].series)
+    assert all(len(series.x) == 67 for series in found.figures[1].series)
 
 
-def test_the_zoo_is_a_grid_of_at_least_48_networks_each_stopped_at_the_same_loss():
+@pytest.mark.usefixtures("two_measures")
+def test_networks_without_a_finite_sharpness_are_left_out_and_counted():
+    found = ITEMS["predictive"].study("laptop", zoo_lab(lambda m, gap, rng: math.inf if gap < 3 and m == 1 else gap))
+    assert "3 more have a sharpness that is not finite, and are left out." in found.notes
+    assert scores(found)["1"] == pytest.approx(1.0)
+    assert all(len(series.x) == 69 for series in found.figures[1].series)
+
+
+def test_no_score_means_too_few_networks_and_nothing_else(monkeypatch):
+    lab = zoo_lab(lambda m, gap, rng: gap)
+    first = planned_jobs(ITEMS["predictive"].study, "laptop")[0].name
+    monkeypatch.setattr(lab, "keep", lambda job: job.name == first)
+    found = ITEMS["predictive"].study("laptop", lab)
+    assert found.verdicts[0].evidence == "Too few networks are there to score a measure."
+    monkeypatch.setattr(lab, "keep", lambda job: True)
+
+    def refuse(*_):
+        raise ValueError("another mistake")
+
+    monkeypatch.setattr("flatmin.lab.papers.predictive_figures.predictive_power", refuse)
+    with pytest.raises(ValueError, match="another mistake"):
+        ITEMS["predictive"].study("laptop", lab)
+
+
+def test_the_zoo_is_a_grid_of_more_than_48_networks_each_stopped_at_the_same_loss():
     jobs = planned_jobs(ITEMS["predictive"].study, "laptop")
     grid = {
         (e.model.name, e.optim.lr, e.data.batch_size, e.optim.weight_decay) for e in (job.experiment for job in jobs)
     }
     axes = [set(values) for values in zip(*grid, strict=True)]
-    assert len(jobs) == len(grid) == math.prod(map(len, axes)) >= 48
+    assert len(jobs) == len(grid) == math.prod(map(len, axes)) == 72  # some may not come to the loss: 48 must be left
     assert {name.rpartition("-")[2] for name in axes[0]} == {"1", "2", "3"}  # widths
     assert {name.split("-")[1] for name in axes[0]} == {"10", "16"}  # depths
     assert {job.experiment.stop_loss for job in jobs} == {0.05}
@@ -476,3 +507,35 @@ def test_a_vacuous_bound_tests_nothing(total, held):
     assert rows["vacuous (above 1)"][1] == f"{5 * (total(0.2) > 1)} of 5"
     assert rows["test error"][2].measured.mean == pytest.approx(0.2)
     assert ("60 of 60" in verdict.evidence) == (held == "not tested")
+
+
+def fewer_errors(num_lower, num_conditions=31, method="SAM"):
+    """Reductions by condition, of which so many are positive."""
+    return {(f"condition {i}", method): 5.0 if i < num_lower else -5.0 for i in range(num_conditions)}
+
+
+@pytest.mark.parametrize(
+    ("num_lower", "num_conditions", "held"),
+    [
+        (6, 6, "held"),
+        (3, 4, "no difference shown"),
+        (5, 5, "no difference shown"),
+        (17, 31, "no difference shown"),
+        (30, 31, "held"),
+        (1, 31, "did not hold"),
+    ],
+)
+def test_error_reduction_is_judged_by_a_sign_test(num_lower, num_conditions, held):
+    """All of 5 conditions have p = 0.0625, all of 6 p = 0.03125."""
+    found = _verdict(fewer_errors(num_lower, num_conditions), "laptop")
+    assert found.held == held
+    assert found.claim == "Switching to SAM reduces the error in the vast majority of conditions."
+    assert f"lower in {num_lower} of {num_conditions} conditions" in found.evidence
+
+
+def test_error_reduction_judges_each_method_by_itself():
+    """6 of 6 has p = 0.031, with two methods Holm's 0.0625: two methods are not twelve conditions."""
+    both = fewer_errors(6, 6) | fewer_errors(6, 6, "SAM, m = 16")
+    assert _verdict(both, "laptop").held == "no difference shown"
+    assert _verdict({("a", "SAM"): 0.0}, "laptop").held == "no difference shown"
+    assert _verdict(both, "smoke").held == _verdict({}, "laptop").held == "not tested"

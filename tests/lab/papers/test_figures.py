@@ -1,5 +1,6 @@
 """The studies of figures: they run at the smallest scale, have the paper's settings, and judge known numbers right."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -7,14 +8,15 @@ import pytest
 import torch.nn.functional as F
 
 from flatmin.lab.findings import Cell, Comparison, LineFigure, SurfaceFigure
-from flatmin.lab.jobs import Archive, Outcome, read_outcome
+from flatmin.lab.jobs import Archive, Job, Outcome, read_outcome
 from flatmin.lab.measuring import measurement_settings
 from flatmin.lab.papers import settings
-from flatmin.lab.papers.cost import cost, planned_jobs
+from flatmin.lab.papers.cost import cost, network_flops, planned_jobs, weighted_cost
 from flatmin.lab.papers.figures import FIGURE_ITEMS
 from flatmin.lab.papers.item import SCALES
-from flatmin.lab.spec import Experiment
+from flatmin.lab.spec import Data, Experiment, Model, Optim
 from flatmin.lab.sweep_job import run_job
+from flatmin.lab.sweep_table import passes
 from flatmin.lab.trained import load_trained
 from flatmin.measures import sam_update_cosine
 
@@ -196,6 +198,12 @@ def test_the_papers_scale_has_the_papers_settings(name):
     assert len(jobs) == num_jobs
 
 
+def test_the_hessians_network_keeps_few_of_its_weights():
+    """They are 220 MB each: an epoch that is no multiple of the others would keep hundreds."""
+    kept = {e.keep_every for e in specs("paper", "hessian")}
+    assert kept == {50, None}
+
+
 def test_at_the_papers_scale_m_is_that_of_its_accelerators_or_the_figures_own():
     of = {name: {e.optim.m for e in specs("paper", name) if e.optim.rho} for name in PAPER}
     assert of == {
@@ -226,7 +234,7 @@ LAPTOP_COST = {  # runs, passes over images
     "landscape": (10, 600_000),
     "hessian": (10, 600_000),
     "m-and-rho": (85, 6_600_000),
-    "predictive": (48, 2_880_000),
+    "predictive": (72, 4_320_000),
     "second-order": (10, 1_200_000),
     "p-norm": (70, 5_400_000),
     "inner-steps": (20, 3_000_000),
@@ -238,3 +246,33 @@ LAPTOP_COST = {  # runs, passes over images
 def test_what_an_item_costs_on_a_laptop_is_known(name):
     jobs = planned_jobs(ITEMS[name].study, "laptop")
     assert (len(jobs), cost(jobs)) == LAPTOP_COST[name]
+
+
+def test_a_pass_costs_what_the_arithmetic_of_its_network_does():
+    """A convolution of c channels takes a multiple of c^2 operations for each pixel: twice the width, four times it."""
+    small, wide = (
+        Experiment(data=Data(name="fashion-mnist", train_size=10), model=Model(name=n), epochs=1)
+        for n in ("wrn-10-2", "wrn-10-4")
+    )
+    assert weighted_cost([Job(experiment=small)]) == 10
+    assert 3.5 < weighted_cost([Job(experiment=wide)]) / 10 < 4
+    large = dataclasses.replace(small, data=Data(name="cifar10", train_size=10))
+    assert weighted_cost([Job(experiment=large)]) / 10 == pytest.approx((32 / 28) ** 2, rel=0.03)
+    flowers = Experiment(data=Data(name="flowers102", image_size=128), model=Model(name="timm/tf_efficientnet_lite0"))
+    assert 2 * 0.12e9 < network_flops(flowers) < 2 * 0.15e9  # published: 0.4 billion multiply-adds at 224 pixels
+
+
+@pytest.mark.parametrize(
+    ("optim", "num_passes"),
+    [
+        (Optim(), 1),
+        (Optim(rho=0.1), 2),
+        (Optim(rho=0.1, ascent_steps=3), 4),
+        (Optim(rho=0.1, second_order=True), 4),
+        (Optim(rho=0.1, direction="random"), 2),
+    ],
+)
+def test_a_sweep_and_a_plan_count_the_same_passes(optim, num_passes):
+    experiment = Experiment(data=Data(train_size=10), optim=optim, epochs=3)
+    assert passes(Job(experiment=experiment)) == 3 * num_passes
+    assert cost([Job(experiment=experiment)]) == 30 * num_passes

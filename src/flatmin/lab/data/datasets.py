@@ -21,7 +21,7 @@ from flatmin.lab.data.catalog import FOLDER_PREFIX, DatasetInfo, dataset_info
 from flatmin.lab.data.digits import digits_test_indices, load_digits
 from flatmin.lab.data.images import DataError, FileImages, Images, MemoryImages
 from flatmin.lab.data.label_noise import noisy_labels, subset, validation_split
-from flatmin.lab.data.roots import DEBIAN_FASHION_MNIST, check_files, find_or_download, search_path
+from flatmin.lab.data.roots import check_files, find, find_or_download
 from flatmin.lab.spec import Data
 
 FASHION_MNIST_FILES = {  # md5 of the uncompressed files: packages compress them anew
@@ -131,9 +131,7 @@ def _svhn(data: Data, data_root: Path | None) -> tuple[MemoryImages, MemoryImage
 
 
 def _fashion_mnist(data_root: Path | None) -> tuple[MemoryImages, MemoryImages]:
-    folders = [root / part for root in search_path(data_root) for part in ("FashionMNIST/raw", "fashion-mnist")]
-    folders.append(DEBIAN_FASHION_MNIST)
-    folder = next((f for f in folders if any(f.glob("train-images-idx3-ubyte*"))), None)
+    folder = find("fashion-mnist", data_root)
     if folder is None:
         kind = _torchvision_datasets().FashionMNIST
         root = find_or_download("fashion-mnist", data_root, lambda target: kind(target, download=True))

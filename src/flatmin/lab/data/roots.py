@@ -2,6 +2,8 @@
 
 import hashlib
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -25,6 +27,23 @@ def search_path(data_root: Path | None = None) -> list[Path]:
     return [*roots, Path("data"), platformdirs.user_cache_path("flatmin", appauthor=False) / "data"]
 
 
+def find(name: str, data_root: Path | None = None) -> Path | None:
+    """Return the folder that holds a dataset (its files are not looked at), or None.
+
+    An empty folder of the right name is none: that is what is left where fetching it failed.
+    """
+    if name == "fashion-mnist":
+        return next((f for f in fashion_mnist_folders(data_root) if any(f.glob("train-images-idx3-ubyte*"))), None)
+    marker = DATASETS[name].marker
+    return next((root for root in search_path(data_root) if _holds_something(root / marker)), None)
+
+
+def fashion_mnist_folders(data_root: Path | None = None) -> list[Path]:
+    """Return where Fashion-MNIST's files may be: as torchvision puts them, as its authors do, or as Debian does."""
+    places = ("FashionMNIST/raw", "fashion-mnist")
+    return [*(root / place for root in search_path(data_root) for place in places), DEBIAN_FASHION_MNIST]
+
+
 def find_or_download(name: str, data_root: Path | None, download: Callable[[Path], None] | None) -> Path:
     """Return the folder that holds a dataset; fetch it if there is none.
 
@@ -39,15 +58,14 @@ def find_or_download(name: str, data_root: Path | None, download: Callable[[Path
     info = DATASETS[name]
     roots = search_path(data_root)
     for root in roots:
-        if (root / info.marker).exists():
+        if _holds_something(root / info.marker):
             return root
     explicit = data_root is not None or os.environ.get(ENVIRONMENT_VARIABLE)
     target = roots[0] if explicit else roots[-1]
     reason = "It has to be fetched by hand."
     if download is not None:
         try:
-            target.mkdir(parents=True, exist_ok=True)
-            download(target)
+            _download_whole(download, target, info.marker)
             return target
         except (OSError, RuntimeError) as error:  # no network, no room, a wrong checksum
             reason = f"Downloading it failed ({type(error).__name__}: {error})."
@@ -56,6 +74,28 @@ def find_or_download(name: str, data_root: Path | None, download: Callable[[Path
         f"(source: {info.source}), "
         f"or name the folder that holds them with --data-root or {ENVIRONMENT_VARIABLE}."
     )
+
+
+def _download_whole(download: Callable[[Path], None], target: Path, marker: str) -> None:
+    """Fetch into a folder aside, then move: half of a dataset would be taken for the whole of it ever after."""
+    target.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".download-", dir=target) as aside:
+        download(Path(aside))
+        first_part = Path(marker).parts[0]
+        for child in sorted(Path(aside).iterdir(), key=lambda path: path.name == first_part):  # the marker last
+            _move_into(child, target / child.name)
+
+
+def _move_into(source: Path, target: Path) -> None:
+    if source.is_dir() and target.is_dir():
+        for child in source.iterdir():
+            _move_into(child, target / child.name)
+    else:
+        shutil.move(source, target)
+
+
+def _holds_something(path: Path) -> bool:
+    return path.is_file() or (path.is_dir() and any(path.iterdir()))
 
 
 def check_files(name: str, folder: Path, checksums: Iterable[tuple[str, str]]) -> None:

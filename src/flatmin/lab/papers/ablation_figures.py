@@ -200,12 +200,12 @@ def p_norm(scale: Scale, lab: Laboratory) -> Findings:
     }
     two, sup, noise = (curves[kind] for kind in ("p = 2", "p = inf", "random"))
     contrasts = [contrast_of(two, noise), contrast_of(sup, noise), contrast_of(two, sup)]
-    rows = [[*curve.row(), ""] for curve in curves.values()]
+    two_noise, sup_noise, two_sup = comparisons(contrasts)
+    beside = {"p = 2": (two_noise, two_sup), "p = inf": (sup_noise, ""), "random": ("", "")}
+    rows = [[*curve.row(), *beside[kind]] for kind, curve in curves.items()]
     errors = metric_by_seed(baseline, "test_error")
     valid = number_cell(metric_by_seed(baseline, "valid_error"), baseline)
-    rows.append(["SGD", "0", valid, number_cell(errors, baseline), ""])
-    for row, compared in zip(rows, comparisons(contrasts), strict=False):
-        row[-1] = compared
+    rows.append(["SGD", "0", valid, number_cell(errors, baseline), "", ""])
     grids = [
         Hyperparameter(name=f"rho grid, {kind}", value=rhos, source="ours", note="Euclidean length; not given")
         for kind, rhos in NORM_GRIDS[scale].items()
@@ -220,7 +220,10 @@ def p_norm(scale: Scale, lab: Laboratory) -> Findings:
         tables=[
             Table(
                 title="Test error at the rho that the validation set chooses for each perturbation",
-                columns=["perturbation", "rho", "validation error", "test error", "compared"],
+                columns=[
+                    *("perturbation", "rho", "validation error", "test error"),
+                    *("compared with random", "compared with p = inf"),
+                ],
                 rows=rows,
                 note="rho is the Euclidean length; for p = inf each weight moves by rho / sqrt(number of weights).",
             )

@@ -1,18 +1,29 @@
 """What a study would cost: its runs, and how often an image passes forward and backward through a network."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
+from typing import cast
 
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from flatmin.lab.data.catalog import dataset_info
+from flatmin.lab.findings import Findings
 from flatmin.lab.jobs import Job, Laboratory, Outcome
+from flatmin.lab.models.build import build_model
 from flatmin.lab.papers.item import Scale, Study
 from flatmin.lab.papers.settings import FINETUNING_TRAIN_SIZES
+from flatmin.lab.passes import passes_of_a_step
 from flatmin.lab.run_directory import Metrics, Result
-from flatmin.lab.spec import Experiment
+from flatmin.lab.spec import Data, Experiment, Model
 
 TRAIN_SIZES = {**FINETUNING_TRAIN_SIZES, "digits": 1_297, "fashion-mnist": 60_000, "svhn": 73_257}
 SVHN_EXTRA = 531_131
-SECOND_ORDER_PASSES = 4
-"""The two gradients of SAM, and the product with the Hessian, which costs about two more."""
+UNIT = Model(name="wrn-10-2")
+"""The network whose pass over an image of `UNIT_DATA` is 1 in `weighted_cost`."""
+UNIT_DATA = "fashion-mnist"
 
 
 class Planner:
@@ -21,15 +32,23 @@ class Planner:
     Runs that choose settings seem to end alike, so that studies go on to ask for all they need.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, known: Laboratory | None = None) -> None:
+        self.known = known
+        """Where runs are looked up first, so that choices that were made are those of the plan; nowhere if None."""
         self.jobs: dict[str, Job] = {}
+        self.missing: dict[str, Job] = {}
+        self.labels: dict[str, None] = {}
+        """What people call the jobs, in order; several may be one run."""
 
     def outcomes(self, jobs: Sequence[Job], what: str) -> list[Outcome]:
         """Note the jobs; none of them is run."""
+        known = self.known.outcomes(jobs, what) if self.known is not None else [Outcome(job=job) for job in jobs]
         self.jobs |= {job.name: job for job in jobs}
-        return [self._outcome(job) for job in jobs]
+        self.missing |= {outcome.job.name: outcome.job for outcome in known if not outcome.complete}
+        self.labels |= dict.fromkeys(map(label, jobs))
+        return [outcome if outcome.complete else self._pretended(outcome.job) for outcome in known]
 
-    def _outcome(self, job: Job) -> Outcome:
+    def _pretended(self, job: Job) -> Outcome:
         if job.experiment.data.validation == 0:
             return Outcome(job=job)
         lines: list[Metrics] = [{"epoch": job.experiment.epochs, "valid_error": 0.5}]
@@ -41,12 +60,35 @@ class Planner:
         )
 
 
+def label(job: Job) -> str:
+    """Return what people call a job: the name of its experiment, and the seed."""
+    return f"{job.experiment.name}/seed{job.seed}"
+
+
+def plan(study: Study, scale: Scale, known: Laboratory | None = None) -> Planner:
+    """Return what a study asks for, given the runs that are there.
+
+    Where a choice is still open, the first candidate stands for the chosen one: as many runs follow from any.
+    """
+    planner = Planner(known)
+    study(scale, planner)
+    return planner
+
+
 def planned_jobs(study: Study, scale: Scale) -> list[Job]:
     """Return all jobs that a study asks for when nothing is there yet."""
-    planner = Planner()
-    lab: Laboratory = planner
-    study(scale, lab)
-    return list(planner.jobs.values())
+    return list(plan(study, scale).jobs.values())
+
+
+def with_all_missing(findings: Findings, study: Study, known: Laboratory) -> Findings:
+    """Return findings that count as missing also the runs which follow from choices that are still open.
+
+    A study cannot know these runs before the choice is made, and so does not count them by itself.
+    """
+    if not findings.num_missing:
+        return findings
+    planned = plan(study, cast(Scale, findings.scale), known)
+    return replace(findings, num_missing=max(findings.num_missing, len(planned.missing)))
 
 
 def cost(jobs: Iterable[Job]) -> int:
@@ -60,13 +102,53 @@ def cost(jobs: Iterable[Job]) -> int:
         >>> cost([Job(experiment=sam), Job(experiment=sam, seed=1), Job(experiment=sam, seed=1)])
         1200
     """
+    return sum(map(_passes, _experiments(jobs)))
+
+
+def weighted_cost(jobs: Iterable[Job]) -> float:
+    """Return `cost`, with each pass weighted by the arithmetic of its network: in passes of a WRN-10-2 on 28 x 28 x 1.
+
+    Example:
+        >>> from flatmin.lab.spec import Data
+        >>> one = Experiment(data=Data(name=UNIT_DATA, train_size=100), model=UNIT, epochs=3)
+        >>> weighted_cost([Job(experiment=one)])
+        300.0
+    """
+    return sum(_passes(e) * network_flops(e) for e in _experiments(jobs)) / network_flops(
+        Experiment(data=Data(name=UNIT_DATA), model=UNIT)
+    )
+
+
+def network_flops(experiment: Experiment) -> int:
+    """Return the floating-point operations of a network's forward pass over one image; nothing is computed."""
+    info = dataset_info(experiment.data.name)
+    size = experiment.data.image_size or info.size
+    return _flops(experiment.model.without_checkpoint(), info.num_classes or 1000, info.channels, size)
+
+
+@lru_cache(maxsize=256)
+def _flops(model: Model, num_classes: int, channels: int, size: int) -> int:
+    with torch.device("meta"):  # shapes alone
+        network = build_model(model, num_classes=num_classes, in_channels=channels).eval()
+        images = torch.empty(1, channels, size, size)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        network(images)
+    return int(counter.get_total_flops())
+
+
+def _experiments(jobs: Iterable[Job]) -> list[Experiment]:
+    """Return the experiment of each run, and of those that have to be run before it."""
     experiments = {}
     for job in jobs:
         experiments[job.name] = job.experiment
         if job.experiment.data.bootstrap:
             first = job.experiment.first_stage()
             experiments[first.run_name(job.seed)] = first
-    return sum(e.epochs * num_images(e) * passes_of_a_step(e) for e in experiments.values())
+    return list(experiments.values())
+
+
+def _passes(experiment: Experiment) -> int:
+    return experiment.epochs * num_images(experiment) * passes_of_a_step(experiment)
 
 
 def num_images(experiment: Experiment) -> int:
@@ -84,18 +166,3 @@ def num_images(experiment: Experiment) -> int:
         )
     size = TRAIN_SIZES[data.name] + (SVHN_EXTRA if data.extra else 0)
     return size - round(data.validation * size)
-
-
-def passes_of_a_step(experiment: Experiment) -> int:
-    """Return the forward and backward passes of a step: 1 without SAM, one more than ascent steps with it; m adds none.
-
-    A random direction needs no gradient at w, but batch norm needs a pass there for its statistics.
-    """
-    optim, model = experiment.optim, experiment.model
-    if optim.rho == 0:
-        return 1
-    if optim.second_order:
-        return SECOND_ORDER_PASSES
-    if optim.direction == "random":
-        return 1 if model.norm == "none" or model.name.startswith("cnn-") else 2
-    return optim.ascent_steps + 1

@@ -1,16 +1,21 @@
 """By how much SAM lowers the error, one point for each condition: the left of Figure 1."""
 
+from collections.abc import Mapping, Sequence
 from statistics import mean
 
-from flatmin.lab.findings import Findings, LineFigure, Series, Verdict
+from scipy.stats import binomtest
+
+from flatmin.lab.findings import Findings, Held, LineFigure, Series, Verdict
 from flatmin.lab.jobs import Laboratory
 from flatmin.lab.papers import settings
 from flatmin.lab.papers.claims_figures import FIGURES, error_reductions
+from flatmin.lab.papers.evidence import SIGNIFICANT
 from flatmin.lab.papers.fine_tuning import fine_tuning_contests
 from flatmin.lab.papers.from_scratch import imagenet_contests, svhn_fashion_contests, table1_contests
 from flatmin.lab.papers.item import Scale
 from flatmin.lab.papers.protocol import Entry, hold_contests
 from flatmin.lab.papers.scales import SMOKE_SEEDS, SUMMARIES
+from flatmin.lab.statistics import holm
 
 
 def error_reduction(scale: Scale, lab: Laboratory) -> Findings:
@@ -79,12 +84,36 @@ def _reductions(entries: list[Entry]) -> dict[tuple[str, str], float]:
     return found
 
 
-def _verdict(measured: dict[tuple[str, str], float], scale: Scale) -> Verdict:
-    claim = "SAM lowers the error in most conditions."
+def _verdict(measured: Mapping[tuple[str, str], float], scale: Scale) -> Verdict:
+    """Judge by a sign test over the conditions, for each method that has SAM, Holm-corrected; all of them must hold."""
+    (statement,) = FIGURES["error-reduction"].statements
     if not measured or scale == "smoke":
         why = "A smoke test judges nothing." if measured else "No condition has been run."
-        return Verdict(claim=claim, held="not tested", evidence=why)
-    lower = sum(value > 0 for value in measured.values())
-    evidence = f"The mean error is lower in {lower} of {len(measured)} (from {min(measured.values()):+.1f} to "
-    evidence += f"{max(measured.values()):+.1f} % of the baseline's error); the tables have the tests."
-    return Verdict(claim=claim, held="held" if lower > len(measured) / 2 else "did not hold", evidence=evidence)
+        return Verdict(claim=statement.claim, held="not tested", evidence=why)
+    by_method: dict[str, list[float]] = {}
+    for (_, method), value in measured.items():
+        by_method.setdefault(method, []).append(value)
+    p_values = holm([_sign_test(values) for values in by_method.values()])
+    held: list[Held] = []
+    said = []
+    for (method, values), p in zip(by_method.items(), p_values, strict=True):
+        lower, higher = sum(value > 0 for value in values), sum(value < 0 for value in values)
+        held.append("no difference shown" if p >= SIGNIFICANT else "held" if lower > higher else "did not hold")
+        said.append(
+            f"{method}: the mean error is lower in {lower} of {len(values)} conditions (from {min(values):+.1f} to "
+            f"{max(values):+.1f} % of the baseline's error), sign test p = {p:.2g}"
+        )
+    if len(by_method) > 1:
+        said.append("p-values are Holm's")
+    verdict: Held = "held" if set(held) == {"held"} else "no difference shown"
+    return Verdict(
+        claim=statement.claim,
+        held="did not hold" if "did not hold" in held else verdict,
+        evidence="; ".join(said) + ". The tables have the test of each condition.",
+    )
+
+
+def _sign_test(values: Sequence[float]) -> float:
+    """Return the two-sided p-value that a higher error is as likely as a lower one; ties say nothing."""
+    lower, higher = sum(value > 0 for value in values), sum(value < 0 for value in values)
+    return float(binomtest(lower, lower + higher).pvalue) if lower + higher else 1.0

@@ -60,7 +60,7 @@ ZOOS: dict[Scale, Zoo] = {
         widths=(1, 2, 3),
         depths=(10, 16),
         lrs=(0.03, 0.1),
-        batch_sizes=(32, 128),
+        batch_sizes=(32, 64, 128),
         decays=(0.0, 1e-3),
         stop_loss=0.05,
         epochs=60,
@@ -82,7 +82,7 @@ ZOOS: dict[Scale, Zoo] = {
 def predictive(scale: Scale, lab: Laboratory) -> Findings:
     """Score m-sharpness as a predictor of the generalization gap over a zoo of networks, for several m.
 
-    Networks that do not reach the loss at which all are stopped are left out, and counted.
+    Networks that do not reach the loss at which all are stopped, or have no finite sharpness, are left out and counted.
     """
     notebook, claims = Notebook(lab), FIGURES["predictive-power"]
     claim = claims.statements[0].claim
@@ -106,11 +106,12 @@ def predictive(scale: Scale, lab: Laboratory) -> Findings:
         if outcome.result is not None and all(m in outcome.measured for m in measurements.values())
     ]
     stopped = [(h, outcome) for h, outcome in members if _reached(outcome, zoo.stop_loss)]
-    num_short = len(members) - len(stopped)
+    num_short, num_stopped = len(members) - len(stopped), len(stopped)
+    stopped = [(h, o) for h, o in stopped if all(math.isfinite(_sharpness(o, m)) for m in measurements.values())]
+    num_not_finite = num_stopped - len(stopped)
     gaps = [_gap(outcome) for _, outcome in stopped]
     sharpness = {
-        m: [float(outcome.measured[measurement]["m_sharpness"]) for _, outcome in stopped]
-        for m, measurement in measurements.items()
+        m: [_sharpness(outcome, measurement) for _, outcome in stopped] for m, measurement in measurements.items()
     }
     grid = [h for h, _ in stopped]
     scores = {m: _score(values, gaps, grid) for m, values in sharpness.items()}
@@ -137,6 +138,7 @@ def predictive(scale: Scale, lab: Laboratory) -> Findings:
             *claims.notes,
             f"{len(stopped)} networks of {len(jobs)} are counted; {num_short} did not come to the loss of "
             f"{zoo.stop_loss:g} in {zoo.epochs} epochs and are left out.",
+            *([f"{num_not_finite} more have a sharpness that is not finite, and are left out."] * bool(num_not_finite)),
             "The gap is test error minus training error (of the last epoch, as it was trained).",
         ],
         about_scale=about if scale == "laptop" else f"{ABOUT_SCALE[scale]} {about}",
@@ -183,6 +185,10 @@ def _reached(outcome: Outcome, stop_loss: float) -> bool:
     return loss is not None and loss <= stop_loss
 
 
+def _sharpness(outcome: Outcome, measurement: Measurement) -> float:
+    return float(outcome.measured[measurement]["m_sharpness"])
+
+
 def _gap(outcome: Outcome) -> float:
     assert outcome.result is not None
     metrics = outcome.result.metrics
@@ -190,10 +196,14 @@ def _gap(outcome: Outcome) -> float:
 
 
 def _score(values: Sequence[float], gaps: Sequence[float], grid: Sequence[tuple[float, ...]]) -> Score | None:
-    try:
-        return predictive_power(values, gaps, grid)
-    except ValueError:  # too few networks, so far
+    """Return the score; None where no two networks share two hyperparameters and differ in the gap: too few, so far."""
+    gaps_of: dict[tuple[float, ...], set[float]] = {}
+    for h, gap in zip(grid, gaps, strict=True):
+        for first, second in itertools.combinations(range(len(h)), 2):
+            gaps_of.setdefault((first, second, h[first], h[second]), set()).add(gap)
+    if not any(len(found) > 1 for found in gaps_of.values()):
         return None
+    return predictive_power(values, gaps, grid)
 
 
 def better_predictor(

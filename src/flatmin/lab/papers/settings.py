@@ -234,7 +234,7 @@ LANDSCAPES = Training(model="resnet-56-noshort", epochs=300, lr=0.1, weight_deca
 """Figure 1 (middle, right)."""
 HESSIAN = Training(model="wrn-40-10", epochs=300, lr=0.05, weight_decay=5e-4, rho=0.05)
 """Figure 3 (left), without batch norm (`Model.norm`)."""
-HESSIAN_AT_EPOCHS = (1, 50, 300)
+HESSIAN_AT_EPOCHS = (50, 150, 300)
 M_SHARPNESS = Training(model="resnet-20", epochs=200, lr=0.1, weight_decay=5e-4, rho=0.05)
 """Figure 3 (middle), for each rho of `RHO_GRID` and each m of `M_GRID`."""
 M_GRID = (4, 16, 64, 256)

@@ -4,17 +4,18 @@ Nothing on them is typed by hand: each number comes from the findings or from th
 gives the same bytes.
 """
 
-import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from flatmin.lab.checkpoint import StorageError
 from flatmin.lab.findings import Findings
 from flatmin.lab.report.figures import svg
 from flatmin.lab.report.folder import describe_runs
 from flatmin.lab.report.markdown import markdown_page
 from flatmin.lab.report.page import html_page
 from flatmin.lab.report.runs import read_runs
+from flatmin.lab.report.words import slug
+from flatmin.lab.run_directory import write_whole
 
 __all__ = ["describe_runs", "write_report"]
 
@@ -34,32 +35,25 @@ def write_report(
         The path of the page.
 
     Raises:
-        OSError: a file cannot be written.
+        StorageError: a file cannot be written.
     """
     records = read_runs(findings, runs)
     pictures, names = {}, {}
     for number, one in enumerate(findings):
         for index, figure in enumerate(one.figures):
             pictures[number, index] = svg(figure)
-            names[number, index] = f"figures/{number + 1}-{index + 1}-{_slug(one.item)}-{_slug(figure.title)}.svg"
+            names[number, index] = f"figures/{number + 1}-{index + 1}-{slug(one.item)}-{slug(figure.title)}.svg"
     for key, picture in pictures.items():
-        _write_whole(out / names[key], picture)
-    _write_whole(out / "report.md", markdown_page(findings, records, title=title, files=names))
+        _write(out / names[key], picture)
+    _write(out / "report.md", markdown_page(findings, records, title=title, files=names))
     page = out / "index.html"
-    _write_whole(page, html_page(findings, records, title=title, pictures=pictures))
+    _write(page, html_page(findings, records, title=title, pictures=pictures))
     return page
 
 
-def _slug(text: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:60].strip("-") or "figure"
-
-
-def _write_whole(path: Path, text: str) -> None:
-    # Aside and renamed: whoever reads finds the old page or the new one, never half of one.
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.part")
+def _write(path: Path, text: str) -> None:
     try:
-        temporary.write_text(text, encoding="utf-8", newline="\n")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error}. Choose another folder with --out.") from error
+    write_whole(path, text)

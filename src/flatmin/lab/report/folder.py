@@ -11,6 +11,7 @@ from flatmin.lab.findings import Cell, Findings, LineFigure, Series, Table
 from flatmin.lab.report.numbers import NOTHING, plural
 from flatmin.lab.report.runs import ERRORS, RunRecord, read_run, without_paths
 from flatmin.lab.report.words import setting_text
+from flatmin.lab.run_directory import RunError
 from flatmin.lab.spec import Experiment
 from flatmin.lab.statistics import mean_and_interval
 
@@ -50,11 +51,11 @@ def describe_runs(runs: Path) -> Findings:
         finished count as missing.
 
     Raises:
-        ValueError: there is no run in the folder.
+        RunError: there is no run in the folder.
     """
     names = sorted(path.parent.name for path in runs.glob("*/spec.json"))
     if not names:
-        raise ValueError(f"There are no runs in {runs}: it has no folders with a spec.json. Choose one with --runs.")
+        raise RunError(f"There are no runs in {runs}: it has no folders with a spec.json. Choose one with --runs.")
     records = [read_run(name, runs) for name in names]
     groups = _by_experiment(records)
     varied = _varied_settings(groups)

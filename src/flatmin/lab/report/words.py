@@ -1,5 +1,6 @@
 """Sentences that the page and the Markdown of a report share."""
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +10,8 @@ from flatmin.lab.report.numbers import plural, time_text
 from flatmin.lab.report.runs import RunRecord, named_runs, num_missing
 
 SIGNIFICANT = 0.05
+MOST_CHARACTERS = 60
+"""Of a file's name: some file systems take no more than 143."""
 HOW_TO_READ = (
     "A measured number is the mean over n replicas (same settings; other initialisation and order of examples), ± half "
     "the width of its 95 % confidence interval (Student's t). One replica has no interval. Claims are quoted as "
@@ -56,11 +59,21 @@ def item_lines(findings: Findings, records: dict[str, RunRecord]) -> list[str]:
     lines = []
     missing = num_missing(findings, records)
     if missing:
-        lines.append(f"{plural(missing, 'run')} of this item {'is' if missing == 1 else 'are'} missing.")
+        lines.append(missing_text(missing, " of this item"))
     failed = sum(records[name].state == "came to nothing" for name in set(named_runs(findings)))
     if failed:
         lines.append(f"{plural(failed, 'run')} came to nothing; the list of runs says why.")
     return lines
+
+
+def missing_text(count: int, of_what: str = "") -> str:
+    """Return that runs are missing.
+
+    Example:
+        >>> missing_text(1), missing_text(2, " of this item")
+        ('1 run is missing.', '2 runs of this item are missing.')
+    """
+    return f"{plural(count, 'run')}{of_what} {'is' if count == 1 else 'are'} missing."
 
 
 def setting_text(value: Any) -> str:
@@ -70,3 +83,13 @@ def setting_text(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(setting_text(inner) for inner in value)
     return str(value)
+
+
+def slug(text: str) -> str:
+    """Return a text as a part of a file's name or an anchor.
+
+    Example:
+        >>> slug("Test error, over rho")
+        'test-error-over-rho'
+    """
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:MOST_CHARACTERS].strip("-") or "item"
