@@ -12,6 +12,7 @@ from flatmin.lab.findings import Cell, Comparison
 from flatmin.lab.jobs import Outcome
 from flatmin.lab.papers.claimed import Claimed, Claims
 from flatmin.lab.papers.contest_tables import contest_findings
+from flatmin.lab.papers.error_reduction import _reductions
 from flatmin.lab.papers.protocol import (
     CHOOSING_SEED,
     SEEDS,
@@ -280,3 +281,13 @@ def test_the_validation_errors_that_chose_are_shown():
     assert [float(row[3]) for row in chosen] == pytest.approx([15.0, 12.0])
     assert all(h.source == "validation" for h in findings.hyperparameters)
     assert not any(math.isnan(float(row[3])) for row in table.rows)
+
+
+def test_error_reduction_is_against_the_better_baseline_and_of_sam_alone():
+    def ending(job):
+        if job.experiment.optim.rho:
+            return 0.1, 0.2
+        return 0.1, 0.25 if job.experiment.epochs == 8 else 0.4
+
+    entries, _ = hold_contests([contest(*baselines(as_it_is), *sam_and_small_m((0.1,), 10))], Invented(ending), "item")
+    assert _reductions(entries) == pytest.approx({("net, data", "SAM"): 20.0, ("net, data", "SAM, m = 10"): 20.0})

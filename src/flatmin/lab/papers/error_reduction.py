@@ -13,7 +13,7 @@ from flatmin.lab.papers.evidence import SIGNIFICANT
 from flatmin.lab.papers.fine_tuning import fine_tuning_contests
 from flatmin.lab.papers.from_scratch import imagenet_contests, svhn_fashion_contests, table1_contests
 from flatmin.lab.papers.item import Scale
-from flatmin.lab.papers.protocol import Entry, hold_contests
+from flatmin.lab.papers.protocol import Entry, better, hold_contests
 from flatmin.lab.papers.scales import SMOKE_SEEDS, SUMMARIES
 from flatmin.lab.statistics import holm
 
@@ -72,15 +72,17 @@ def error_reduction(scale: Scale, lab: Laboratory) -> Findings:
     )
 
 
-def _reductions(entries: list[Entry]) -> dict[tuple[str, str], float]:
-    """Return the reduction in % by condition and method; a contest's first method is its baseline."""
+def _reductions(entries: Sequence[Entry]) -> dict[tuple[str, str], float]:
+    """Return the reduction in % by condition and method, against the better baseline, where all runs are there."""
+    by_name = {(e.contest.name, e.method.name): e for e in entries}
     found = {}
     for entry in entries:
-        first = next(e for e in entries if e.contest.name == entry.contest.name)
-        base, own = first.values("test_error"), entry.values("test_error")
-        if entry is not first and base and own and mean(base.values()) > 0:
-            reduction = 100 * (1 - mean(own.values()) / mean(base.values()))
-            found[entry.contest.name, entry.method.name] = reduction
+        baselines = [by_name[entry.contest.name, name] for group in entry.method.against[:1] for name in group]
+        if baselines and not any(e.shortcoming for e in (entry, *baselines)):
+            base = mean(better(baselines, "test_error").values("test_error").values())
+            if base > 0:
+                own = mean(entry.values("test_error").values())
+                found[entry.contest.name, entry.method.name] = 100 * (1 - own / base)
     return found
 
 
