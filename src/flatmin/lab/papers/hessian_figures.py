@@ -109,7 +109,7 @@ def hessian_experiments(scale: Scale) -> dict[str, Experiment]:
 def _spectrum(scale: Scale, epoch: int | None) -> Measurement:
     settings: dict[Scale, dict[str, int]] = {
         "paper": {"num_eigenvalues": 5, "steps": 80, "probes": 4, "num_examples": 10_000},
-        "laptop": {"num_eigenvalues": 5, "steps": 40, "probes": 2, "num_examples": 250},
+        "laptop": {"num_eigenvalues": 5, "steps": 30, "probes": 1, "num_examples": 200},
         "smoke": {"num_eigenvalues": 5, "steps": 8, "probes": 1, "num_examples": 16},
     }
     return Measurement(kind="spectrum", settings=tuple(settings[scale].items()), epoch=epoch)

@@ -36,8 +36,8 @@ LOWEST_HEIGHT = 1e-6
 NETWORK: dict[Scale, str] = {"paper": LANDSCAPES.model, "laptop": "resnet-20-noshort", "smoke": "resnet-20-noshort"}
 # The number of points in each direction, and of training images: a fine grid to look at, of one replica, and a coarse
 # one for the numbers, of each.
-PICTURE: dict[Scale, tuple[int, int | None]] = {"paper": (51, None), "laptop": (31, 500), "smoke": (5, 8)}
-NUMBERS: dict[Scale, tuple[int, int | None]] = {"paper": (21, 10_000), "laptop": (11, 500), "smoke": (5, 8)}
+PICTURE: dict[Scale, tuple[int, int | None]] = {"paper": (51, None), "laptop": (21, 300), "smoke": (5, 8)}
+NUMBERS: dict[Scale, tuple[int, int | None]] = {"paper": (21, 10_000), "laptop": (11, 300), "smoke": (5, 8)}
 
 
 def landscape(scale: Scale, lab: Laboratory) -> Findings:
