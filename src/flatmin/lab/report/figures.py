@@ -88,8 +88,8 @@ def _plotly_lines(figure: LineFigure) -> dict[str, Any]:
         data.append(trace)
     layout: dict[str, Any] = {
         "height": LINES_HEIGHT,
-        "xaxis": {"title": {"text": html.escape(figure.x_label)}, "type": "log" if figure.log_x else "linear"},
-        "yaxis": {"title": {"text": html.escape(figure.y_label)}, "type": "log" if figure.log_y else "linear"},
+        "xaxis": _axis(figure.x_label, figure.log_x),
+        "yaxis": _axis(figure.y_label, figure.log_y),
         "hovermode": "closest",
         "showlegend": len(figure.series) > 1,
         "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
@@ -107,6 +107,12 @@ def _plotly_lines(figure: LineFigure) -> dict[str, Any]:
     if figure.categories is not None and sum(map(len, figure.categories)) > NARROW_CHARACTERS:
         narrow["xaxis.tickangle"] = 40
     return {"data": data, "layout": layout, "narrow": narrow}
+
+
+def _axis(label: str, is_log: bool) -> dict[str, Any]:
+    # Powers of ten, not "100µ".
+    scale = {"type": "log", "exponentformat": "power"} if is_log else {"type": "linear"}
+    return {"title": {"text": html.escape(label)}, **scale}
 
 
 def _hover(figure: LineFigure, series: Series, index: int) -> str:

@@ -13,6 +13,7 @@ from flatmin.lab.report.numbers import (
     num_replicas,
     number_text,
     p_text,
+    plural,
     time_text,
 )
 from flatmin.lab.report.page_runs import HEADER
@@ -112,7 +113,7 @@ def _measured(cell: Cell, with_unit: bool) -> str:
 def _comparison(comparison: Comparison, with_unit: bool) -> str:
     text = comparison_text(comparison, with_unit=with_unit)
     p_values = f"p {p_text(comparison.p_value)}, Holm p {p_text(comparison.p_holm)}"
-    return f"{text} ({comparison.name}, {comparison.num_pairs} pairs; {p_values})"
+    return f"{text} ({comparison.name}, {plural(comparison.num_pairs, 'pair')}; {p_values})"
 
 
 def _label(row: Sequence[Entry], columns: Sequence[Column], number: int) -> str:

@@ -4,7 +4,15 @@ import html
 from collections.abc import Sequence
 
 from flatmin.lab.findings import Cell, Comparison, Table
-from flatmin.lab.report.numbers import NOTHING, common_unit, comparison_text, measured_text, num_replicas, p_text
+from flatmin.lab.report.numbers import (
+    NOTHING,
+    common_unit,
+    comparison_text,
+    measured_text,
+    num_replicas,
+    p_text,
+    plural,
+)
 from flatmin.lab.report.page_runs import RunLinks
 from flatmin.lab.report.tables import Column, Entry, caption, columns_of, padded, traced, values_text
 from flatmin.lab.report.words import SIGNIFICANT
@@ -75,7 +83,7 @@ def _measured(cell: Cell, links: RunLinks, with_unit: bool) -> str:
 def _comparison(comparison: Comparison, links: RunLinks, with_unit: bool) -> str:
     corrected = f"Holm p {p_text(comparison.p_holm)}"
     corrected = f"<strong>{_e(corrected)}</strong>" if comparison.p_holm < SIGNIFICANT else _e(corrected)
-    pairs = f"{comparison.num_pairs} pairs"
+    pairs = plural(comparison.num_pairs, "pair")
     facts = (
         f'<small class="fact">{_e(comparison.name)}, {pairs}</small>'
         f'<small class="fact">p {_e(p_text(comparison.p_value))}, {corrected}</small>'
