@@ -131,12 +131,18 @@ def test_a_signal_saves_all_runs_and_stops(number, tmp_path):
         assert saved >= last  # the very last step, and not some step 0.05 s before
 
 
+def workers():
+    """The processes that this one has started; other tests may have left theirs."""
+    return {p for p in psutil.Process().children() if "spawn_main" in " ".join(p.cmdline())}
+
+
 def test_a_process_that_dies_costs_no_more_than_the_time_since_its_checkpoint(tmp_path):
     job = Job(experiment=tiny(rho=0.1, epochs=60))
+    before = workers()
 
     def kill_worker():
         wait_for(lambda: num_epochs(tmp_path / "runs", job) >= 5)
-        next(p for p in psutil.Process().children() if "spawn_main" in " ".join(p.cmdline())).kill()
+        (workers() - before).pop().kill()
 
     thread = in_background(kill_worker)
     (outcome,) = sweep([job], runs=tmp_path / "runs", processes=1, checkpoint_seconds=0.02)
@@ -202,9 +208,10 @@ def test_jobs_of_one_name_are_trained_once_and_all_is_measured_that_any_asks_for
 
 def test_a_users_mistake_stops_the_sweep_when_the_others_have_saved(tmp_path):
     long, wrong = Job(experiment=tiny(epochs=LONG)), Job(experiment=tiny(name="folder:nowhere"))
+    before = workers()
     with pytest.raises(DataError, match="nowhere"):
         sweep([long, wrong], runs=tmp_path, processes=2)
-    assert not [p for p in psutil.Process().children() if "spawn_main" in " ".join(p.cmdline())]
+    assert workers() <= before
     if num_epochs(tmp_path, long):  # it may not have come that far
         last = json.loads(metrics_of(tmp_path, long).splitlines()[-1])["step"]
         assert int(checkpoints(tmp_path / long.name / "checkpoints")[0].name.split("-")[1]) >= last
