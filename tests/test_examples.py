@@ -224,10 +224,15 @@ def launch(script, tmp_path):
 
 
 PREAMBLE = """
-import runpy, sys, warnings
+import runpy, sys, time, warnings
 import torch, torch.distributed as dist
 warnings.simplefilter("error")
 dist.init_process_group("gloo")
+"""
+# The wrapped model keeps gloo's threads alive: one that still holds a tensor when the interpreter exits would abort it.
+LEAVE = """
+dist.destroy_process_group()
+time.sleep(0.5)
 """
 
 
@@ -237,8 +242,7 @@ train = runpy.run_path(sys.argv[1] + "/ddp.py")["train"]
 runs = [train("closure"), train("perturbed"), train("closure", sync_perturbation=True)]
 if dist.get_rank() == 0:
     torch.save([model.state_dict() for model in runs], "saved.pt")
-dist.destroy_process_group()
-"""
+{LEAVE}"""
     closure, perturbed, shared = launch(script, tmp_path)
     ddp = example("ddp")
     parts = [ddp["make_data"](rank) for rank in range(2)]
@@ -263,8 +267,7 @@ model = runpy.run_path(sys.argv[1] + "/fsdp2.py")["train"]()
 state = {{name: t.full_tensor() for name, t in model.state_dict().items()}}
 if dist.get_rank() == 0:
     torch.save(state, "saved.pt")
-dist.destroy_process_group()
-"""
+{LEAVE}"""
     saved = launch(script, tmp_path)
     fsdp2 = example("fsdp2")
     reference = fsdp2["make_model"]()

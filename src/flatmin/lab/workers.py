@@ -1,6 +1,7 @@
 """The worker processes of a run, as torchrun starts them: who one is, and what all agree on."""
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
+
+GLOO_SECONDS_TO_LET_GO = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,3 +98,7 @@ def join_workers() -> Iterator[Workers]:
     finally:
         if starts:
             dist.destroy_process_group()
+            if backend == "gloo":
+                # A wrapped model keeps the group, and so gloo's threads, alive. One that drops the last tensor of a
+                # finished message only after the interpreter has begun to exit would abort the whole process.
+                time.sleep(GLOO_SECONDS_TO_LET_GO)
