@@ -24,7 +24,7 @@ from flatmin.lab.demo_page import write_page
 from flatmin.lab.engine import train
 from flatmin.lab.run_directory import Result
 from flatmin.lab.spec import Data, Experiment, Model, Optim
-from flatmin.lab.statistics import Interval, mean_and_interval, paired_p_value
+from flatmin.lab.statistics import SIGNIFICANT, Interval, mean_and_interval, paired_p_value
 
 SEEDS = (0, 1, 2)
 NOISE_RATES = (0.0, 0.4)
@@ -146,7 +146,7 @@ def verdict(rows: list[Row], noise: float) -> str:
     p_value = paired_p_value(errors(sgd), errors(sam))
     condition = f"With {noise:.0%} wrong labels" if noise else "With clean labels"
     change = f"{sgd.test_error.mean:.1f} % ({sgd.method}) and {sam.test_error.mean:.1f} % (SAM)"
-    if p_value >= 0.05:
+    if p_value >= SIGNIFICANT:
         return (
             f"{condition} the test errors are {change}: no difference that {len(SEEDS)} seeds can show "
             f"(paired t-test, p = {p_value:.2f})."

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
+SIGNIFICANT = 0.05
+"""The level of all tests, after Holm's correction where there are several."""
 ROUNDING = 1e-6
 """Relative: what is less apart is equal, as error rates of equally many examples often are."""
 

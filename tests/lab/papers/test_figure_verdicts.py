@@ -527,7 +527,7 @@ def fewer_errors(num_lower, num_conditions=31, method="SAM"):
 )
 def test_error_reduction_is_judged_by_a_sign_test(num_lower, num_conditions, held):
     """All of 5 conditions have p = 0.0625, all of 6 p = 0.03125."""
-    found = _verdict(fewer_errors(num_lower, num_conditions), "laptop")
+    found = _verdict(fewer_errors(num_lower, num_conditions))
     assert found.held == held
     assert found.claim == "Switching to SAM reduces the error in the vast majority of conditions."
     assert f"lower in {num_lower} of {num_conditions} conditions" in found.evidence
@@ -536,6 +536,6 @@ def test_error_reduction_is_judged_by_a_sign_test(num_lower, num_conditions, hel
 def test_error_reduction_judges_each_method_by_itself():
     """6 of 6 has p = 0.031, with two methods Holm's 0.0625: two methods are not twelve conditions."""
     both = fewer_errors(6, 6) | fewer_errors(6, 6, "SAM, m = 16")
-    assert _verdict(both, "laptop").held == "no difference shown"
-    assert _verdict({("a", "SAM"): 0.0}, "laptop").held == "no difference shown"
-    assert _verdict(both, "smoke").held == _verdict({}, "laptop").held == "not tested"
+    assert _verdict(both).held == "no difference shown"
+    assert _verdict({("a", "SAM"): 0.0}).held == "no difference shown"
+    assert _verdict({}).held == "not tested"

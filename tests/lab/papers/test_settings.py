@@ -1,6 +1,5 @@
 """The paper's settings: complete, usable, and each with its source."""
 
-import numpy as np
 import pytest
 
 from flatmin.lab.data.catalog import DATASETS
@@ -10,6 +9,8 @@ from flatmin.lab.papers import settings
 from flatmin.lab.papers.claims import CIFAR, FINETUNING_DATASETS, IMAGENET, NOISE_PERCENT
 from flatmin.lab.papers.claims_appendix import SVHN_FASHION
 from flatmin.lab.papers.claims_figures import FIGURES
+from flatmin.lab.papers.cost import Planner
+from flatmin.lab.papers.fine_tuning import fine_tuning_contests
 from flatmin.lab.papers.hyperparameters import HYPERPARAMETERS, REFERENCE_CODE
 from flatmin.lab.spec import Data, Experiment, Model
 
@@ -76,16 +77,16 @@ def test_fashion_mnists_auto_augment_is_cutout():
         settings.small_image_augment("svhn", "mixup")
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("dataset", [name for name in FINETUNING_DATASETS if name != "imagenet"])
-@pytest.mark.parametrize("model", settings.FINETUNING_MODELS)
-def test_finetuning_takes_the_papers_number_of_steps(model, dataset, drop_last):
-    """To half an epoch, with the batches that the lab really makes."""
-    training = settings.finetuning(model, dataset, drop_last=drop_last)
-    data = Data(name="cifar10", batch_size=training.batch_size, drop_last=drop_last)
-    batches = epoch_batches(settings.FINETUNING_TRAIN_SIZES[dataset], data, seed=0, epoch=0)
-    assert np.max([len(batch) for batch in batches]) <= training.batch_size
-    assert abs(training.epochs * len(batches) - settings.FINETUNING_STEPS[model]) <= len(batches) / 2
+@pytest.mark.parametrize("contest", fine_tuning_contests("paper", Planner()), ids=lambda contest: contest.name)
+def test_finetuning_takes_the_papers_number_of_steps(contest):
+    """To half an epoch, with the batches that the lab really makes; ImageNet has 10 epochs instead."""
+    (dataset,), model, start = contest.labels, contest.column, contest.start
+    if dataset == "imagenet":
+        assert start.epochs == 10
+        return
+    batches = epoch_batches(settings.FINETUNING_TRAIN_SIZES[dataset], start.data, seed=0, epoch=0)
+    assert {len(batch) for batch in batches} == {start.data.batch_size}  # the last short batch is dropped
+    assert abs(start.epochs * len(batches) - settings.FINETUNING_STEPS[model]) <= len(batches) / 2
 
 
 def test_both_networks_see_as_many_examples_in_finetuning():

@@ -30,15 +30,14 @@ from flatmin.lab.papers.figure_settings import (
     findings,
     jobs_for,
     own_settings,
-    replica_seeds,
     sam_rho,
     start,
 )
 from flatmin.lab.papers.hyperparameters import HYPERPARAMETERS
 from flatmin.lab.papers.item import Scale
-from flatmin.lab.papers.scales import LAPTOP_RHOS
+from flatmin.lab.papers.scales import LAPTOP_RHOS, replica_seeds
 from flatmin.lab.papers.settings import NORMS, RHO_GRID, SECOND_ORDER, VALIDATION, rho_of_sup_norm
-from flatmin.lab.papers.sharpness_figures import Curve, contrast_of
+from flatmin.lab.papers.sharpness_figures import Curve, baseline_row, contrast_of
 from flatmin.lab.spec import Experiment
 
 ORDERS = ("first order", "second order")
@@ -203,9 +202,7 @@ def p_norm(scale: Scale, lab: Laboratory) -> Findings:
     two_noise, sup_noise, two_sup = comparisons(contrasts)
     beside = {"p = 2": (two_noise, two_sup), "p = inf": (sup_noise, ""), "random": ("", "")}
     rows = [[*curve.row(), *beside[kind]] for kind, curve in curves.items()]
-    errors = metric_by_seed(baseline, "test_error")
-    valid = number_cell(metric_by_seed(baseline, "valid_error"), baseline)
-    rows.append(["SGD", "0", valid, number_cell(errors, baseline), "", ""])
+    rows.append([*baseline_row(baseline), "", ""])
     grids = [
         Hyperparameter(name=f"rho grid, {kind}", value=rhos, source="ours", note="Euclidean length; not given")
         for kind, rhos in NORM_GRIDS[scale].items()

@@ -12,7 +12,6 @@ from flatmin.lab.papers.claims_appendix import ASCENT_STEPS as CLAIMS
 from flatmin.lab.papers.claims_appendix import AscentCell
 from flatmin.lab.papers.claims_figures import FIGURES
 from flatmin.lab.papers.evidence import (
-    SIGNIFICANT,
     BySeed,
     Contrast,
     Notebook,
@@ -24,15 +23,16 @@ from flatmin.lab.papers.evidence import (
     number_cell,
     run_names,
 )
-from flatmin.lab.papers.figure_settings import NUM_REPLICAS_AT, findings, jobs_for, own_settings, sam_rho, start
+from flatmin.lab.papers.figure_settings import findings, jobs_for, own_settings, sam_rho, start
 from flatmin.lab.papers.hyperparameters import HYPERPARAMETERS
-from flatmin.lab.papers.item import Scale
+from flatmin.lab.papers.item import SCALES, Scale
+from flatmin.lab.papers.scales import replica_seeds
 from flatmin.lab.papers.settings import ASCENT_NUM_RUNS, ASCENT_STEPS, ASCENT_STEPS_GRID
 from flatmin.lab.run_directory import Metrics
 from flatmin.lab.spec import Experiment
-from flatmin.lab.statistics import holm, mean_and_interval
+from flatmin.lab.statistics import SIGNIFICANT, holm, mean_and_interval
 
-NUM_RUNS: Mapping[Scale, int] = {**NUM_REPLICAS_AT, "paper": ASCENT_NUM_RUNS}
+NUM_RUNS: Mapping[Scale, int] = {**{scale: len(replica_seeds(scale)) for scale in SCALES}, "paper": ASCENT_NUM_RUNS}
 DATASETS: Mapping[Scale, tuple[str, ...]] = {
     "paper": tuple(ASCENT_STEPS),
     "laptop": ("fashion-mnist",),

@@ -17,9 +17,10 @@ from flatmin.lab.papers.evidence import (
     run_names,
     series_interval,
 )
-from flatmin.lab.papers.figure_settings import findings, jobs_for, own_settings, replica_seeds, sam_rho, start
+from flatmin.lab.papers.figure_settings import findings, jobs_for, own_settings, sam_rho, start
 from flatmin.lab.papers.hyperparameters import HYPERPARAMETERS
 from flatmin.lab.papers.item import Scale
+from flatmin.lab.papers.scales import replica_seeds
 from flatmin.lab.papers.settings import CIFAR, RHO_GRID
 from flatmin.lab.spec import Experiment
 

@@ -31,6 +31,8 @@ class FigureClaims:
 class TextClaim:
     """Numbers that stand in the text."""
 
+    item: str
+    """The table or figure that they are from, as ``flatmin reproduce`` calls it."""
     source: str
     says: str
     numbers: tuple[float, ...]
@@ -164,42 +166,49 @@ FIGURES: Mapping[str, FigureClaims] = MappingProxyType(
 
 IN_TEXT = (
     TextClaim(
+        item="table1",
         source="Section 3.1",
         says="SAM lets a simple WideResNet attain 1.6 % test error on CIFAR-10, versus 2.2 % without SAM.",
         numbers=(1.6, 2.2),
         note="Table 1: WRN-28-10 (1800 epochs), AutoAugment.",
     ),
     TextClaim(
+        item="table1",
         source="Section 3.1",
         says="PyramidNet with ShakeDrop and SAM has 10.3 % error on CIFAR-100.",
         numbers=(10.3,),
         note="Table 1: AutoAugment.",
     ),
     TextClaim(
+        item="svhn-fashion",
         source="Section 3.1 and Appendix B.1",
         says="SAM lets a simple WideResNet reach 0.99 % error on SVHN and 3.59 % on Fashion-MNIST.",
         numbers=(0.99, 3.59),
         note="Table 5: 3.59 is Shake-Shake's; the WideResNet has 3.61.",
     ),
     TextClaim(
+        item="imagenet",
         source="Section 3.1",
         says="SAM improves ResNet-152's top-1 error on ImageNet from 20.3 % to 18.4 %.",
         numbers=(20.3, 18.4),
         note="Table 2: 200 epochs without SAM, 400 epochs with it.",
     ),
     TextClaim(
+        item="fine-tuning",
         source="Section 3.2",
         says="The checkpoints have 84.7 % (EfficientNet-b7) and 88.2 % (EfficientNet-L2) accuracy on ImageNet.",
         numbers=(84.7, 88.2),
         note="Table 3's errors without SAM are the complements.",
     ),
     TextClaim(
+        item="fine-tuning",
         source="Section 3.2",
         says="SAM yields 0.30 % error on CIFAR-10, 3.92 % on CIFAR-100 and 11.39 % on ImageNet.",
         numbers=(0.30, 3.92, 11.39),
         note="Table 3: EfficientNet-L2.",
     ),
     TextClaim(
+        item="inner-steps",
         source="Appendix C.6",
         says="On CIFAR-10 the maximum loss found on each batch is about 3 % more with 5 ascent steps than with 1.",
         numbers=(3.0,),
@@ -207,6 +216,11 @@ IN_TEXT = (
     ),
 )
 """Numbers that stand in the text; those of Section 4.2 are in `HESSIAN`."""
+
+
+def said_in_text(item: str) -> list[str]:
+    """Return what the text says of a table or figure, and where its own numbers are others, for people."""
+    return [f"In its text the paper says ({c.source}): {c.says} {c.note}" for c in IN_TEXT if c.item == item]
 
 
 def error_reductions() -> dict[str, float]:

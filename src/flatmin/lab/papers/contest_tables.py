@@ -2,25 +2,25 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
-from flatmin.lab.findings import Cell, Comparison, Findings, Held, Hyperparameter, Table, Verdict
+from flatmin.lab.findings import Cell, Comparison, Findings, Hyperparameter, Table, Verdict
 from flatmin.lab.jobs import Outcome
 from flatmin.lab.papers.claimed import Claims
+from flatmin.lab.papers.claims_figures import said_in_text
+from flatmin.lab.papers.evidence import Contrast, verdicts_at
 from flatmin.lab.papers.item import Scale
 from flatmin.lab.papers.protocol import Contest, Entry, better
 from flatmin.lab.spec import Experiment
-from flatmin.lab.statistics import holm, mean_and_interval, paired_p_value
+from flatmin.lab.statistics import holm, mean_and_interval
 
-SIGNIFICANCE = 0.05
 Rows = list[list[str | Cell | Comparison]]
 Literature = Mapping[str, Mapping[str, Cell]]
 NOTE = "Mean and 95 % confidence interval (Student's t) over replicas; what the paper claims beside it."
 DOUBLED = "The paper's number without SAM is the better of the standard and the doubled number of epochs."
 NOT_THE_SAME = (
     "The paper's numbers are for its own networks and all of the data, in the condition most like the one here: not to "
-    "be reached at this scale. (Its SAM had m = 32.)"
+    "be reached at this scale. (Its SGD and SAM had m = 32, an eighth of a batch.)"
 )
 TRAINING_NOTE = "Over the last epoch, at the weights of each step, with what was trained on: wrong labels included."
 METRIC_NAMES = {"test_error": "test error", "test_top5_error": "top-5 test error", "train_error": "training error"}
@@ -71,22 +71,20 @@ def contest_findings(
         what = METRIC_NAMES[metric].replace("error", "accuracy") if accuracy else METRIC_NAMES[metric]
         note = _note(entries, scale) if metric in metrics else TRAINING_NOTE
         tables.append(Table(title=f"{where}: {what}, %", columns=columns, rows=rows, note=note))
-        comparisons = _comparisons(entries, metric) if metric in metrics else []
-        if comparisons:
+        contrasts = _contrasts(entries, metric) if metric in metrics else []
+        corrected = holm([contrast.p_value for _, contrast in contrasts])
+        if contrasts:
             tables.append(
                 Table(
                     title=f"Comparisons: {METRIC_NAMES[metric]}",
                     columns=("condition", "difference, p, Holm's p"),
-                    rows=[[entry.contest.name, comparison] for entry, comparison in comparisons],
+                    rows=[[e.contest.name, c.comparison(p)] for (e, c), p in zip(contrasts, corrected, strict=True)],
                     note="Paired by seed, two-sided t-test; Holm's correction is for all lines of this table. "
                     "A negative difference is a lower error.",
                 )
             )
-        verdicts += [_verdict(entry, comparison, metric) for entry, comparison in comparisons]
+        verdicts += [_verdict(e, c, p, metric) for (e, c), p in zip(contrasts, corrected, strict=True)]
         verdicts += _open_questions(entries, metric) if metric in metrics else []
-    if scale == "smoke":
-        nothing = "A smoke test judges nothing."
-        verdicts = [replace(v, held="not tested", evidence=f"{nothing} {v.evidence}") for v in verdicts]
     chosen_table = _choices(entries)
     done = [outcome for outcome in needed if outcome.complete]
     return Findings(
@@ -96,9 +94,14 @@ def contest_findings(
         source=claims.source,
         about_scale=about_scale,
         tables=[*tables, *([chosen_table] if chosen_table else [])],
-        verdicts=verdicts,
+        verdicts=verdicts_at(scale, verdicts),
         hyperparameters=[*_chosen_hyperparameters(entries), *hyperparameters],
-        notes=[*(f'The paper says: "{s.claim}" {s.own_numbers}' for s in claims.statements), *claims.notes, *notes],
+        notes=[
+            *(f'The paper says: "{s.claim}" {s.own_numbers}' for s in claims.statements),
+            *claims.notes,
+            *said_in_text(item),
+            *notes,
+        ],
         runs=list(dict.fromkeys(outcome.job.name for outcome in done)),
         num_missing=len({outcome.job.name for outcome in needed if not outcome.complete})
         + sum(entry.chosen is None for entry in entries),
@@ -172,32 +175,23 @@ def _rivals(entries: Sequence[Entry]) -> list[tuple[Entry, list[Entry]]]:
     ]
 
 
-def _comparisons(entries: Sequence[Entry], metric: str) -> list[tuple[Entry, Comparison]]:
-    """Compare each method with its rivals, where all replicas of all of them are there."""
+def _contrasts(entries: Sequence[Entry], metric: str) -> list[tuple[Entry, Contrast]]:
+    """Contrast each method with its rivals, where all replicas of all of them are there."""
     found = []
     for entry, group in _rivals(entries):
         if any(e.shortcoming for e in (entry, *group)) or len(entry.replicas) < 2:
             continue
         rival = better(group, metric)
-        own, base = entry.values(metric), rival.values(metric)
-        seeds = sorted(own.keys() & base.keys())
-        differences = tuple(own[s] - base[s] for s in seeds)
-        found.append(
-            (
-                entry,
-                Comparison(
-                    name=f"{entry.method.name} - {rival.method.name}",
-                    difference=mean_and_interval(differences),
-                    p_value=paired_p_value([own[s] for s in seeds], [base[s] for s in seeds]),
-                    p_holm=math.nan,
-                    num_pairs=len(seeds),
-                    values=differences,
-                    runs=tuple(o.job.name for e in (rival, entry) for o in e.replicas),
-                ),
-            )
+        contrast = Contrast(
+            quantity=METRIC_NAMES[metric],
+            lower_name=entry.method.name,
+            higher_name=rival.method.name,
+            lower=entry.values(metric),
+            higher=rival.values(metric),
+            runs=tuple(outcome.job.name for e in (rival, entry) for outcome in e.replicas),
         )
-    corrected = holm([comparison.p_value for _, comparison in found])
-    return [(entry, replace(c, p_holm=p)) for (entry, c), p in zip(found, corrected, strict=True)]
+        found.append((entry, contrast))
+    return found
 
 
 def _open_questions(entries: Sequence[Entry], metric: str) -> list[Verdict]:
@@ -216,20 +210,14 @@ def _claim(entry: Entry, rival: str, metric: str) -> str:
     return f"{entry.contest.name}: {entry.method.name} has a lower {METRIC_NAMES[metric]} than {rival}."
 
 
-def _verdict(entry: Entry, comparison: Comparison, metric: str) -> Verdict:
+def _verdict(entry: Entry, contrast: Contrast, p_holm: float, metric: str) -> Verdict:
+    comparison = contrast.comparison(p_holm)
     return Verdict(
-        claim=_claim(entry, comparison.name.rpartition(" - ")[2], metric),
-        held=held_if_negative(comparison),
+        claim=_claim(entry, contrast.higher_name, metric),
+        held=contrast.held(p_holm),
         evidence=f"{comparison.difference.mean:+.2f} ± {comparison.difference.half_width:.2f} points over "
-        f"{comparison.num_pairs} pairs, p = {comparison.p_value:.2g}, {comparison.p_holm:.2g} after Holm's correction.",
+        f"{comparison.num_pairs} pairs, p = {comparison.p_value:.2g}, {p_holm:.2g} after Holm's correction.",
     )
-
-
-def held_if_negative(comparison: Comparison) -> Held:
-    """Say whether a difference is below 0, as far as the runs can show."""
-    if not comparison.p_holm < SIGNIFICANCE:
-        return "no difference shown"
-    return "held" if comparison.difference.mean < 0 else "did not hold"
 
 
 def _choices(entries: Sequence[Entry]) -> Table | None:

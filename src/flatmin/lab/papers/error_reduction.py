@@ -7,15 +7,14 @@ from scipy.stats import binomtest
 
 from flatmin.lab.findings import Findings, Held, LineFigure, Series, Verdict
 from flatmin.lab.jobs import Laboratory
-from flatmin.lab.papers import settings
 from flatmin.lab.papers.claims_figures import FIGURES, error_reductions
-from flatmin.lab.papers.evidence import SIGNIFICANT
+from flatmin.lab.papers.evidence import verdicts_at
 from flatmin.lab.papers.fine_tuning import fine_tuning_contests
 from flatmin.lab.papers.from_scratch import imagenet_contests, svhn_fashion_contests, table1_contests
 from flatmin.lab.papers.item import Scale
 from flatmin.lab.papers.protocol import Entry, better, hold_contests
-from flatmin.lab.papers.scales import SMOKE_SEEDS, SUMMARIES
-from flatmin.lab.statistics import holm
+from flatmin.lab.papers.scales import SUMMARIES, replica_seeds
+from flatmin.lab.statistics import SIGNIFICANT, holm
 
 
 def error_reduction(scale: Scale, lab: Laboratory) -> Findings:
@@ -23,8 +22,7 @@ def error_reduction(scale: Scale, lab: Laboratory) -> Findings:
     contests = [*table1_contests(scale), *imagenet_contests(scale), *svhn_fashion_contests(scale)]
     contests += fine_tuning_contests(scale, lab)
     contests = list({contest.name: contest for contest in contests}.values())  # Tables 1 and 5 may share some
-    seeds = SMOKE_SEEDS if scale == "smoke" else tuple(range(settings.NUM_REPLICAS))
-    entries, needed = hold_contests(contests, lab, "error-reduction", seeds)
+    entries, needed = hold_contests(contests, lab, "error-reduction", replica_seeds(scale))
     measured = _reductions(entries)
     claimed = sorted(error_reductions().items(), key=lambda pair: pair[1])
     series = [
@@ -64,7 +62,7 @@ def error_reduction(scale: Scale, lab: Laboratory) -> Findings:
                 runs=[o.job.name for e in entries for o in e.replicas if o.result is not None],
             )
         ],
-        verdicts=[_verdict(measured, scale)],
+        verdicts=verdicts_at(scale, [_verdict(measured)]),
         notes=figure.notes,
         runs=list(dict.fromkeys(outcome.job.name for outcome in done)),
         num_missing=len({outcome.job.name for outcome in needed if not outcome.complete})
@@ -86,12 +84,11 @@ def _reductions(entries: Sequence[Entry]) -> dict[tuple[str, str], float]:
     return found
 
 
-def _verdict(measured: Mapping[tuple[str, str], float], scale: Scale) -> Verdict:
+def _verdict(measured: Mapping[tuple[str, str], float]) -> Verdict:
     """Judge by a sign test over the conditions, for each method that has SAM, Holm-corrected; all of them must hold."""
     (statement,) = FIGURES["error-reduction"].statements
-    if not measured or scale == "smoke":
-        why = "A smoke test judges nothing." if measured else "No condition has been run."
-        return Verdict(claim=statement.claim, held="not tested", evidence=why)
+    if not measured:
+        return Verdict(claim=statement.claim, held="not tested", evidence="No condition has been run.")
     by_method: dict[str, list[float]] = {}
     for (_, method), value in measured.items():
         by_method.setdefault(method, []).append(value)

@@ -2,15 +2,13 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flatmin.lab.findings import Cell, Comparison, Held, Series, Verdict
 from flatmin.lab.jobs import Facts, Job, Laboratory, Measurement, Outcome
+from flatmin.lab.papers.item import Scale
 from flatmin.lab.run_directory import Metrics
-from flatmin.lab.statistics import Interval, holm, mean_and_interval, paired_p_value
-
-SIGNIFICANT = 0.05
-"""The level of all tests, after Holm's correction for the comparisons that one claim is about."""
+from flatmin.lab.statistics import SIGNIFICANT, Interval, holm, mean_and_interval, paired_p_value
 
 BySeed = Mapping[int, float]
 
@@ -129,6 +127,27 @@ class Contrast:
             return math.nan
         return paired_p_value([self.lower[s] for s in seeds], [self.higher[s] for s in seeds])
 
+    def comparison(self, p_holm: float) -> Comparison:
+        """Return it as an entry of a table; there has to be a pair."""
+        return Comparison(
+            name=f"{self.lower_name} - {self.higher_name}",
+            difference=mean_and_interval(self.differences),
+            p_value=self.p_value,
+            p_holm=p_holm,
+            num_pairs=len(self.differences),
+            unit=self.unit,
+            values=tuple(self.differences),
+            runs=self.runs,
+        )
+
+    def held(self, p_holm: float) -> Held:
+        """Say whether the claim holds, as far as the runs can show."""
+        if math.isnan(p_holm):
+            return "not tested"
+        if p_holm >= SIGNIFICANT:
+            return "no difference shown"
+        return "held" if mean(self.differences) < 0 else "did not hold"
+
     def describe(self, p_holm: float) -> str:
         """Return the numbers, how many pairs, and the p-value, in a sentence."""
         n = len(self.differences)
@@ -148,7 +167,7 @@ def judge(claim: str, contrasts: Sequence[Contrast]) -> Verdict:
     It did not hold where one of them is significantly the other way round. The p-values are Holm's.
     """
     p_values = holm([contrast.p_value for contrast in contrasts])
-    parts = [_held(contrast, p) for contrast, p in zip(contrasts, p_values, strict=True)]
+    parts = [contrast.held(p) for contrast, p in zip(contrasts, p_values, strict=True)]
     held: Held = "no difference shown"
     if "did not hold" in parts:
         held = "did not hold"
@@ -164,22 +183,16 @@ def judge(claim: str, contrasts: Sequence[Contrast]) -> Verdict:
 
 def comparisons(contrasts: Sequence[Contrast]) -> list[Comparison | str]:
     """Return the contrasts as comparisons for a table, Holm-corrected together; nothing where there is no pair."""
-    p_values = [contrast.p_value for contrast in contrasts]
-    return [
-        Comparison(
-            name=f"{contrast.lower_name} - {contrast.higher_name}",
-            difference=mean_and_interval(contrast.differences),
-            p_value=p,
-            p_holm=corrected,
-            num_pairs=len(contrast.differences),
-            unit=contrast.unit,
-            values=tuple(contrast.differences),
-            runs=contrast.runs,
-        )
-        if contrast.differences
-        else ""
-        for contrast, p, corrected in zip(contrasts, p_values, holm(p_values), strict=True)
-    ]
+    corrected = holm([contrast.p_value for contrast in contrasts])
+    return [c.comparison(p) if c.differences else "" for c, p in zip(contrasts, corrected, strict=True)]
+
+
+def verdicts_at(scale: Scale, verdicts: Iterable[Verdict]) -> list[Verdict]:
+    """Return the verdicts of a scale: at that of a smoke test nothing is judged."""
+    if scale != "smoke":
+        return list(verdicts)
+    nothing = "A smoke test judges nothing."
+    return [replace(v, held="not tested", evidence=f"{nothing} {v.evidence}".rstrip()) for v in verdicts]
 
 
 def along_training(name: str, outcomes: Iterable[Outcome], read: Callable[[Metrics], float | None]) -> list[Series]:
@@ -200,14 +213,6 @@ def series_interval(columns: Sequence[Sequence[float]]) -> tuple[list[float], li
     """Return the means and half-widths of columns of replicas; a half-width of 0 where there is one replica."""
     intervals: list[Interval] = [mean_and_interval(column) for column in columns]
     return [i.mean for i in intervals], [0.0 if math.isnan(i.half_width) else i.half_width for i in intervals]
-
-
-def _held(contrast: Contrast, p_value: float) -> Held:
-    if math.isnan(p_value):
-        return "not tested"
-    if p_value >= SIGNIFICANT:
-        return "no difference shown"
-    return "held" if mean(contrast.differences) < 0 else "did not hold"
 
 
 def _last(outcome: Outcome, metric: str) -> float | None:

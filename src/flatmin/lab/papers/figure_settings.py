@@ -5,21 +5,17 @@ from dataclasses import replace
 
 from flatmin.lab.findings import Findings, Hyperparameter, LineFigure, SurfaceFigure, Table, Verdict
 from flatmin.lab.jobs import Job, Measurement
-from flatmin.lab.papers.evidence import Notebook
+from flatmin.lab.papers.claims_figures import said_in_text
+from flatmin.lab.papers.evidence import Notebook, verdicts_at
 from flatmin.lab.papers.item import Scale
-from flatmin.lab.papers.scales import LAPTOP, PAPER_SUMMARY, SMOKE_SEEDS, SMOKE_SUMMARY, smoke
-from flatmin.lab.papers.settings import DROP_LAST, NUM_REPLICAS, Training
+from flatmin.lab.papers.scales import LAPTOP, PAPER_SUMMARY, SMOKE_SUMMARY, smoke
+from flatmin.lab.papers.settings import DROP_LAST, Training
 from flatmin.lab.spec import Data, Experiment, Model
 
 LAPTOP_START = LAPTOP["fashion-mnist"]
 LAPTOP_RHO = 0.2
 """SAM's rho on a laptop, where a figure does not choose it."""
 LAPTOP_EPOCHS = LAPTOP_START.epochs
-NUM_REPLICAS_AT: Mapping[Scale, int] = {
-    "paper": NUM_REPLICAS,
-    "laptop": NUM_REPLICAS,
-    "smoke": len(SMOKE_SEEDS),
-}
 
 ABOUT_SCALE: Mapping[Scale, str] = {
     "paper": PAPER_SUMMARY,
@@ -28,11 +24,6 @@ ABOUT_SCALE: Mapping[Scale, str] = {
     "and fit their training set. What can be compared is the sign of a difference, not its size.",
     "smoke": SMOKE_SUMMARY,
 }
-
-
-def replica_seeds(scale: Scale) -> tuple[int, ...]:
-    """Return the seeds of independent replicas."""
-    return tuple(range(NUM_REPLICAS_AT[scale]))
 
 
 def sam_rho(scale: Scale, paper: Training) -> float:
@@ -99,10 +90,6 @@ def findings(
     about_scale: str | None = None,
 ) -> Findings:
     """Return findings with the runs that a notebook has noted; at the scale of a smoke test nothing is judged."""
-    if scale == "smoke":
-        verdicts = [
-            replace(v, held="not tested", evidence=f"A smoke test judges nothing. {v.evidence}") for v in verdicts
-        ]
     return Findings(
         item=item,
         scale=scale,
@@ -111,9 +98,9 @@ def findings(
         about_scale=about_scale or ABOUT_SCALE[scale],
         tables=tables,
         figures=figures,
-        verdicts=verdicts,
+        verdicts=verdicts_at(scale, verdicts),
         hyperparameters=hyperparameters,
-        notes=[*notes, *notebook.notes],
+        notes=[*notes, *said_in_text(item), *notebook.notes],
         runs=notebook.runs,
         num_missing=notebook.num_missing,
     )

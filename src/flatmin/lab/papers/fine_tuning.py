@@ -14,7 +14,7 @@ from flatmin.lab.papers.contest_tables import contest_findings
 from flatmin.lab.papers.hyperparameters import HYPERPARAMETERS
 from flatmin.lab.papers.item import Scale
 from flatmin.lab.papers.protocol import Contest, Method, as_it_is, hold_contests, twice, with_rho
-from flatmin.lab.papers.scales import PAPER_SUMMARY, SMOKE_SEEDS, SMOKE_SUMMARY, smoke
+from flatmin.lab.papers.scales import PAPER_SUMMARY, SMOKE_SUMMARY, replica_seeds, smoke
 from flatmin.lab.spec import Data, Experiment, Model, Optim
 
 CHECKPOINTS = Path("checkpoints")
@@ -60,8 +60,7 @@ def fine_tuning_default_rho(scale: Scale, lab: Laboratory) -> Findings:
 
 
 def _findings(item: str, scale: Scale, lab: Laboratory, contests: Sequence[Contest], claimed: Claims[Any]) -> Findings:
-    seeds = SMOKE_SEEDS if scale == "smoke" else tuple(range(settings.NUM_REPLICAS))
-    entries, needed = hold_contests(contests, lab, item, seeds)
+    entries, needed = hold_contests(contests, lab, item, replica_seeds(scale))
     return contest_findings(
         entries,
         needed,
@@ -89,6 +88,7 @@ def _paper_contest(model: str, dataset: str, rho: float | None, source: Claims[F
             augment=settings.finetuning_augment(dataset),
             batch_size=training.batch_size,
             image_size=settings.FINETUNING_IMAGE_SIZE[model],
+            drop_last=settings.DROP_LAST,
         ),
         model=Model(
             name=model,
@@ -142,7 +142,9 @@ def _previous_best() -> Table:
         row: list[str | Cell] = [dataset]
         for model in settings.FINETUNING_MODELS:
             best = claims.PREVIOUS_BEST[dataset, model]
-            row.append(Cell(claimed=best.error.printed(), note=best.method))
+            row.append(
+                Cell(claimed=best.error.printed(), note=f"{best.method}, {claims.PREVIOUS_METHODS[best.method]}")
+            )
         rows.append(row)
     return Table(
         title="The best before, as the paper cites it: top-1 error, %",

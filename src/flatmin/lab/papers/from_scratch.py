@@ -17,6 +17,7 @@ from flatmin.lab.papers.protocol import (
     Method,
     as_it_is,
     baselines,
+    by_micro_batches,
     hold_contests,
     sam_and_small_m,
     twice,
@@ -29,8 +30,8 @@ from flatmin.lab.papers.scales import (
     LAPTOP_LRS,
     LAPTOP_M,
     LAPTOP_RHOS,
-    SMOKE_SEEDS,
     SUMMARIES,
+    replica_seeds,
     smoke,
 )
 from flatmin.lab.papers.settings import Training
@@ -82,13 +83,15 @@ def cifar_default_rho(scale: Scale, lab: Laboratory) -> Findings:
         contests = _cifar_paper(settings.DEFAULT_RHO)
     elif scale == "laptop":
         rhos, row = (settings.DEFAULT_RHO,), FAMILY_ROWS["wrn"]
-        cells = {"SGD": "sgd", "SAM": "sam"}
+        fashion = _laptop_contest("none", "fashion-mnist", rhos=rhos, every_m=True)
+        cifar = _laptop_contest("basic", "cifar10", rhos=rhos)
         claimed = {
-            (name, "test_error"): claims_appendix.CIFAR_RHO_005[Classification(row, "basic", "cifar10", key)]
-            for name, key in cells.items()
+            (cifar.methods[i].name, "test_error"): claims_appendix.CIFAR_RHO_005[
+                Classification(row, "basic", "cifar10", key)
+            ]
+            for i, key in ((0, "sgd"), (-1, "sam"))
         }
-        contests = [replace(_laptop_contest("none", "fashion-mnist", rhos=rhos), claimed={})]
-        contests += [replace(_laptop_contest("basic", "cifar10", rhos=rhos), claimed=claimed)]
+        contests = [replace(fashion, claimed={}), replace(cifar, claimed=claimed)]
     else:
         contests = [_smoke_contest(SMOKE_FAMILIES[0], "basic", rhos=(settings.DEFAULT_RHO,))]
     return _findings("rho-0.05", scale, lab, contests, claims_appendix.CIFAR_RHO_005, "cifar")
@@ -118,8 +121,7 @@ def _findings(
     labels: Sequence[str] = LABELS,
     metrics: Sequence[str] = ("test_error",),
 ) -> Findings:
-    seeds = SMOKE_SEEDS if scale == "smoke" else tuple(range(settings.NUM_REPLICAS))
-    entries, needed = hold_contests(contests, lab, item, seeds)
+    entries, needed = hold_contests(contests, lab, item, replica_seeds(scale))
     return contest_findings(
         entries,
         needed,
@@ -209,34 +211,40 @@ def _imagenet_contest(model: str, epochs: int) -> Contest:
 
 def _small_images_laptop() -> list[Contest]:
     """Return Table 1's conditions for two cores; the first is the cheapest."""
-    fashion: tuple[Augment, ...] = ("none", "basic")
-    cifar: tuple[Augment, ...] = ("basic", "autoaugment")
-    contests = [_laptop_contest(augment, "fashion-mnist") for augment in fashion]
-    contests += [_laptop_contest(augment, "cifar10") for augment in cifar]
+    contests = [_laptop_contest("none", "fashion-mnist", every_m=True), _laptop_contest("basic", "fashion-mnist")]
+    contests += [_laptop_contest("basic", "cifar10"), _laptop_contest("autoaugment", "cifar10")]
     models = ("shake-shake-26-2x8d", "pyramidnet-29-24", "pyramidnet-29-24-shakedrop")
     return contests + [_laptop_contest("basic", "cifar10", model=model) for model in models]
 
 
 def _laptop_contest(
-    augment: Augment, dataset: str, model: str | None = None, rhos: Sequence[float] = LAPTOP_RHOS
+    augment: Augment,
+    dataset: str,
+    model: str | None = None,
+    rhos: Sequence[float] = LAPTOP_RHOS,
+    every_m: bool = False,
 ) -> Contest:
+    """Return a condition with the paper's m, an eighth of a batch; with every_m also with one eps for the batch."""
     start = LAPTOP[dataset]
     start = replace(start, data=replace(start.data, augment=augment))
     if model is not None:
         start = replace(start, model=Model(name=model))
+    rates = with_rates(LAPTOP_LRS, LAPTOP_DECAYS)
+    if every_m:
+        methods, sgd, sam = (*baselines(rates), *sam_and_small_m(rhos, LAPTOP_M)), "SGD", "SAM"
+    else:
+        methods = by_micro_batches(rates, rhos, LAPTOP_M)
+        sgd, sam = methods[0].name, methods[-1].name
     return Contest(
         labels=(start.model.name, augment),
         column=dataset,
         start=start,
-        methods=(
-            *baselines(with_rates(LAPTOP_LRS, LAPTOP_DECAYS)),
-            *sam_and_small_m(rhos, LAPTOP_M),
-        ),
-        claimed=_nearest_claims(start.model.name, augment, dataset),
+        methods=methods,
+        claimed=_nearest_claims(start.model.name, augment, dataset, sgd, sam),
     )
 
 
-def _nearest_claims(model: str, augment: Augment, dataset: str) -> dict[tuple[str, str], Claimed]:
+def _nearest_claims(model: str, augment: Augment, dataset: str, sgd: str, sam: str) -> dict[tuple[str, str], Claimed]:
     """Return the paper's numbers for the condition that is most like one of the laptop's."""
     family = next(prefix for prefix in FAMILY_ROWS if model.startswith(prefix))
     if dataset == "fashion-mnist":  # where "auto augment" is Cutout
@@ -246,7 +254,7 @@ def _nearest_claims(model: str, augment: Augment, dataset: str) -> dict[tuple[st
     else:
         source, row = claims.CIFAR, FAMILY_ROWS["pyramidnet-shakedrop" if model.endswith("shakedrop") else family]
         column = augment if augment in AUGMENTATIONS else "basic"
-    pairs = (("SGD", "sgd"), ("SAM", "sam"))
+    pairs = ((sgd, "sgd"), (sam, "sam"))
     return {(name, "test_error"): source[Classification(row, column, dataset, key)] for name, key in pairs}
 
 

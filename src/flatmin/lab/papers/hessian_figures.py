@@ -21,9 +21,10 @@ from flatmin.lab.papers.evidence import (
     number_cell,
     run_names,
 )
-from flatmin.lab.papers.figure_settings import LAPTOP_EPOCHS, findings, jobs_for, own_settings, replica_seeds, start
+from flatmin.lab.papers.figure_settings import LAPTOP_EPOCHS, findings, jobs_for, own_settings, start
 from flatmin.lab.papers.hyperparameters import HYPERPARAMETERS
 from flatmin.lab.papers.item import Scale
+from flatmin.lab.papers.scales import replica_seeds
 from flatmin.lab.papers.settings import HESSIAN, HESSIAN_AT_EPOCHS
 from flatmin.lab.spec import Experiment, Model
 from flatmin.measures.spectrum import SpectralDensity

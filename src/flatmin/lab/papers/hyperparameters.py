@@ -49,6 +49,11 @@ def _untold(training: Training, note: str = "not given") -> tuple[Hyperparameter
     )
 
 
+def _accelerators(training: Training) -> Hyperparameter:
+    """How the batch is divided where the paper says so of other experiments only."""
+    return _ours("m", training.m, f"not given; {training.num_accelerators} accelerators, as for all of CIFAR")
+
+
 REFERENCE_CODE = (
     _code("momentum", 0.9, "Nesterov; the paper names momentum for ImageNet and fine-tuning, without Nesterov"),
     _code("learning-rate schedule", "cosine", "no warm-up"),
@@ -67,10 +72,14 @@ REFERENCE_CODE = (
 PROTOCOL = (
     _paper("replicas", settings.NUM_REPLICAS, "mean and 95 % confidence interval"),
     _paper("epochs without SAM", "as with SAM, or twice as many", "the better of the two is reported"),
-    _paper("rho grid", settings.RHO_GRID, "on a validation set"),
+    _paper("rho grid", settings.RHO_GRID, "on a validation set; here the values that the paper chose are used"),
     _paper("validation set", settings.VALIDATION, "of the training set"),
     _paper("rho without tuning", settings.DEFAULT_RHO),
-    _ours("learning-rate grid", settings.LR_GRID, "the paper has a joint grid with decay, whose values are not given"),
+    _ours(
+        "learning-rate grid",
+        settings.LR_GRID,
+        "the paper has a joint grid with decay, whose values are not given; not used again",
+    ),
     _ours("weight-decay grid", settings.DECAY_GRID, "as above; both contain all values that the paper chose"),
 )
 """How conditions are compared and settings chosen (Section 3.1 and Appendix C.1)."""
@@ -171,6 +180,7 @@ _HYPERPARAMETERS: dict[str, tuple[Hyperparameter, ...]] = {
         _paper("rho grid", settings.RHO_GRID, "on a clean validation set, 10 % of the training set (Table 8)"),
         _paper("Mixup's alpha", settings.MIXUP_ALPHAS, "the best for each noise level is reported"),
         _paper("batch size", 256, "as for all of CIFAR-10"),
+        _paper("accelerators", 8, "as for all of CIFAR-10, so m = 32"),
         _paper("augmentation", "basic", "as for all of CIFAR-10"),
         _ours("learning rate", 0.1),
         _ours("weight decay", 5e-4),
@@ -179,6 +189,7 @@ _HYPERPARAMETERS: dict[str, tuple[Hyperparameter, ...]] = {
     ),
     "landscapes": (
         _paper("network", "ResNet-56 without residual connections", "the checkpoint of Li et al. (2017) for SGD"),
+        _accelerators(settings.LANDSCAPES),
         *_untold(settings.LANDSCAPES, "not given; rho is the paper's default, the rest after Li et al. (2017)"),
         *REFERENCE_CODE,
     ),
@@ -186,6 +197,7 @@ _HYPERPARAMETERS: dict[str, tuple[Hyperparameter, ...]] = {
         _paper("network", "WRN-40-10 without batch norm"),
         _paper("epochs", settings.HESSIAN.epochs, "the paper says '300 steps' beside 'different epochs'"),
         _ours("epochs looked at", settings.HESSIAN_AT_EPOCHS),
+        _accelerators(settings.HESSIAN),
         _ours("learning rate", settings.HESSIAN.lr, "not given; below the usual one, as there is no batch norm"),
         _ours("weight decay", settings.HESSIAN.weight_decay),
         _ours("rho", settings.HESSIAN.rho, "not given; the paper's default"),
@@ -221,6 +233,7 @@ _HYPERPARAMETERS: dict[str, tuple[Hyperparameter, ...]] = {
         _paper("perturbations", "p = 2, p = inf, random of fixed Euclidean norm"),
         _ours("rho grid, p = 2 and random", settings.RHO_GRID, "the figure's values are not given in the text"),
         _ours("rho grid, p = inf", "rho / sqrt(number of parameters)", "not given; as long as for p = 2"),
+        _accelerators(settings.NORMS),
         *_untold(settings.NORMS, "not given; Table 6's WRN-28-10 (200 epochs)"),
         *REFERENCE_CODE,
     ),
@@ -232,6 +245,7 @@ _HYPERPARAMETERS: dict[str, tuple[Hyperparameter, ...]] = {
         ),
         _paper("ascent steps", settings.ASCENT_STEPS_GRID),
         _paper("replicas", settings.ASCENT_NUM_RUNS, "mean and standard deviation"),
+        _accelerators(settings.ASCENT_STEPS["cifar10"]),
         *_untold(settings.ASCENT_STEPS["cifar10"], "CIFAR-10; not given; Table 6's"),
         *_untold(settings.ASCENT_STEPS["cifar100"], "CIFAR-100; not given; Table 6's"),
         *REFERENCE_CODE,

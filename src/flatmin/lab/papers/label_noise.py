@@ -8,6 +8,7 @@ from flatmin.lab.jobs import Job, Laboratory, Outcome
 from flatmin.lab.papers import claims, claims_appendix, settings
 from flatmin.lab.papers.claims import NOISE_LITERATURE, NOISE_METHODS, NOISE_PERCENT, NoiseCell
 from flatmin.lab.papers.contest_tables import Rows, contest_findings
+from flatmin.lab.papers.evidence import metric_by_seed
 from flatmin.lab.papers.hyperparameters import HYPERPARAMETERS
 from flatmin.lab.papers.item import Scale
 from flatmin.lab.papers.protocol import (
@@ -17,7 +18,6 @@ from flatmin.lab.papers.protocol import (
     as_it_is,
     baselines,
     hold_contests,
-    percentages,
     sam_and_small_m,
     twice,
     with_rates,
@@ -30,8 +30,8 @@ from flatmin.lab.papers.scales import (
     LAPTOP_M,
     LAPTOP_RHOS,
     PAPER_SUMMARY,
-    SMOKE_SEEDS,
     SMOKE_SUMMARY,
+    replica_seeds,
     smoke,
 )
 from flatmin.lab.spec import Data, Experiment, Model
@@ -53,8 +53,7 @@ def label_noise(scale: Scale, lab: Laboratory) -> Findings:
     """Table 4: SGD, Mixup and SAM, and the latter two bootstrapped, at 20 to 80 % wrong labels."""
     percents = SMOKE_PERCENT if scale == "smoke" else NOISE_PERCENT
     contests = [_contest(scale, percent) for percent in percents]
-    seeds = SMOKE_SEEDS if scale == "smoke" else tuple(range(settings.NUM_REPLICAS))
-    entries, needed = hold_contests(contests, lab, "label-noise", seeds)
+    entries, needed = hold_contests(contests, lab, "label-noise", replica_seeds(scale))
     return contest_findings(
         entries,
         needed,
@@ -89,7 +88,7 @@ def noise_and_rho(scale: Scale, lab: Laboratory) -> Findings:
         row: list[str | Cell | Comparison] = [f"{rho:g}"]
         for percent in percents:
             outcome = outcomes[rho, percent]
-            values = tuple(percentages([outcome], "valid_error").values())
+            values = tuple(metric_by_seed([outcome], "valid_error").values())
             claimed = claims_appendix.NOISE_VALIDATION.cells.get(claims_appendix.RhoNoiseCell(rho, percent))
             row.append(
                 Cell(
@@ -134,7 +133,7 @@ def noise_and_rho(scale: Scale, lab: Laboratory) -> Findings:
 def _best_rhos(outcomes: Mapping[tuple[float, int], Outcome], rhos: Sequence[float], percents: Sequence[int]) -> str:
     best = []
     for percent in percents:
-        errors = {rho: percentages([outcomes[rho, percent]], "valid_error").get(CHOOSING_SEED) for rho in rhos}
+        errors = {rho: metric_by_seed([outcomes[rho, percent]], "valid_error").get(CHOOSING_SEED) for rho in rhos}
         known = {rho: error for rho, error in errors.items() if error is not None}
         best.append(f"{percent} %: {f'rho {min(known, key=known.__getitem__):g}' if known else 'not run'}")
     return ", ".join(best)

@@ -11,13 +11,13 @@ from scipy.stats import rankdata
 from flatmin.lab.findings import Cell, Comparison, Findings, Held, LineFigure, Series, Table, Verdict
 from flatmin.lab.jobs import Job, Laboratory, Measurement, Outcome
 from flatmin.lab.papers.claims_figures import FIGURES
-from flatmin.lab.papers.evidence import SIGNIFICANT, Notebook, run_names
+from flatmin.lab.papers.evidence import Notebook, run_names
 from flatmin.lab.papers.figure_settings import ABOUT_SCALE, findings, own_settings, start
 from flatmin.lab.papers.hyperparameters import HYPERPARAMETERS
 from flatmin.lab.papers.item import Scale
 from flatmin.lab.papers.settings import DEFAULT_RHO, M_SHARPNESS
 from flatmin.lab.spec import Experiment, Model, Optim
-from flatmin.lab.statistics import Interval
+from flatmin.lab.statistics import SIGNIFICANT, Interval
 from flatmin.measures import predictive_power
 from flatmin.measures.predictive import Score
 

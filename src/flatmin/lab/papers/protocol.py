@@ -7,12 +7,13 @@ of the two counts, since a SAM step costs two gradients.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
 
 from flatmin.lab.jobs import Job, Laboratory, Outcome
 from flatmin.lab.papers.claimed import Claimed
+from flatmin.lab.papers.evidence import metric_by_seed
 from flatmin.lab.papers.settings import BASELINE_EPOCHS_FACTOR, NUM_REPLICAS, VALIDATION
 from flatmin.lab.spec import Experiment
 
@@ -72,7 +73,7 @@ class Entry:
 
     def values(self, metric: str) -> dict[int, float]:
         """Return a metric, in %, by seed."""
-        return percentages(self.replicas, metric)
+        return metric_by_seed(self.replicas, metric)
 
     @property
     def shortcoming(self) -> str | None:
@@ -86,16 +87,6 @@ class Entry:
         if found < len(self.replicas):
             return f"{found} of {len(self.replicas)} replicas of {self.method.name} are there"
         return None
-
-
-def percentages(outcomes: Iterable[Outcome], metric: str) -> dict[int, float]:
-    """Return a metric of the last epoch, in %, by seed, of the runs that are finished."""
-    found = {}
-    for outcome in outcomes:
-        value = outcome.result.metrics.get(metric) if outcome.result is not None else None
-        if value is not None:
-            found[outcome.job.seed] = 100 * value
-    return found
 
 
 def hold_contests(
@@ -192,6 +183,16 @@ def sam_and_small_m(rhos: Sequence[float], m: int) -> tuple[Method, ...]:
     )
 
 
+def by_micro_batches(
+    candidates: Callable[[Experiment], Sequence[Experiment]], rhos: Sequence[float], m: int
+) -> tuple[Method, ...]:
+    """Return SGD, SGD for twice as many epochs, and SAM, all by micro-batches of m, as on the paper's accelerators."""
+    sgd = Method(name=f"SGD, m = {m}", candidates=lambda base: [e for c in candidates(base) for e in with_m(m)(c)])
+    longer = twice(sgd)
+    sam = Method(name=f"SAM, m = {m}", candidates=with_rho(rhos, m), after=sgd.name, against=((sgd.name, longer.name),))
+    return sgd, longer, sam
+
+
 def _doubled(base: Experiment) -> list[Experiment]:
     factor = BASELINE_EPOCHS_FACTOR
     return [replace(base, epochs=factor * base.epochs, evaluate_every=factor * base.evaluate_every)]
@@ -205,4 +206,4 @@ def _choosing_job(experiment: Experiment) -> Job:
 def _validation_error(outcome: Outcome) -> float | None:
     if outcome.problem is not None:
         return math.inf if outcome.final else None
-    return percentages([outcome], "valid_error").get(outcome.job.seed)
+    return metric_by_seed([outcome], "valid_error").get(outcome.job.seed)

@@ -5,6 +5,7 @@ their training set, so that what is measured is generalization.
 """
 
 from flatmin.lab.papers.item import Scale
+from flatmin.lab.papers.protocol import SEEDS
 from flatmin.lab.spec import Data, Experiment, Model, Optim
 
 LAPTOP_RHOS = (0.05, 0.1, 0.2, 0.5)
@@ -33,6 +34,11 @@ LAPTOP = {
 SMOKE_SEEDS = (0, 1)
 
 
+def replica_seeds(scale: Scale) -> tuple[int, ...]:
+    """Return the seeds of independent replicas."""
+    return SMOKE_SEEDS if scale == "smoke" else SEEDS
+
+
 def smoke(model: str) -> Experiment:
     """Return an experiment of seconds, on the embedded digits."""
     return Experiment(
@@ -49,7 +55,8 @@ LAPTOP_SUMMARY = (
     "A small network (WRN-10-2) on 1,000 images of Fashion-MNIST or CIFAR-10 for 40 epochs on a laptop's two cores, "
     "in place of WRN-28-10 and larger on 50,000 images for 200 to 1,800 epochs on 8 GPUs. The network has many "
     "times more parameters than examples. Errors are far higher than the paper's: what can be compared is the sign of "
-    "a difference, not its size. The replicas share one subset of the images."
+    "a difference, not its size. The replicas share one subset of the images. Where a method's name has m = 16, "
+    "batch norm and SAM see an eighth of a batch at once, as on each of the paper's 8 accelerators."
 )
 SMOKE_SUMMARY = "One epoch on 40 digits: this shows that everything runs, and nothing else."
 SUMMARIES: dict[Scale, str] = {"paper": PAPER_SUMMARY, "laptop": LAPTOP_SUMMARY, "smoke": SMOKE_SUMMARY}

@@ -179,7 +179,7 @@ def epochs_for_steps(num_steps: int, batch_size: int, train_size: int, *, drop_l
     return max(1, round(num_steps / steps_per_epoch))
 
 
-def finetuning(model: str, dataset: str, *, drop_last: bool = False) -> Training:
+def finetuning(model: str, dataset: str) -> Training:
     """Return how a network of `FINETUNING_MODELS` is fine-tuned on a dataset (Tables 3 and 10).
 
     Its rho is the paper's default: which one was best for a dataset is not given.
@@ -205,7 +205,7 @@ def finetuning(model: str, dataset: str, *, drop_last: bool = False) -> Training
     return Training(
         model=model,
         epochs=epochs_for_steps(
-            FINETUNING_STEPS[model], batch_size, FINETUNING_TRAIN_SIZES[dataset], drop_last=drop_last
+            FINETUNING_STEPS[model], batch_size, FINETUNING_TRAIN_SIZES[dataset], drop_last=DROP_LAST
         ),
         lr=FINETUNING_LR[model],
         weight_decay=1e-5,

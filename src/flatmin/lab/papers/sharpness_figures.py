@@ -17,10 +17,10 @@ from flatmin.lab.papers.evidence import (
     run_names,
     series_interval,
 )
-from flatmin.lab.papers.figure_settings import findings, jobs_for, own_settings, replica_seeds, start
+from flatmin.lab.papers.figure_settings import findings, jobs_for, own_settings, start
 from flatmin.lab.papers.hyperparameters import HYPERPARAMETERS
 from flatmin.lab.papers.item import Scale
-from flatmin.lab.papers.scales import LAPTOP_RHOS
+from flatmin.lab.papers.scales import LAPTOP_RHOS, replica_seeds
 from flatmin.lab.papers.settings import M_GRID, M_SHARPNESS, RHO_GRID, VALIDATION
 from flatmin.lab.spec import Experiment
 
@@ -81,6 +81,12 @@ class Curve:
         ]
 
 
+def baseline_row(outcomes: Sequence[Outcome]) -> list[str | Cell | Comparison]:
+    """Return SGD's row beside those of curves."""
+    errors = (number_cell(metric_by_seed(outcomes, metric), outcomes) for metric in ("valid_error", "test_error"))
+    return ["SGD", "0", *errors]
+
+
 def contrast_of(lower: Curve, higher: Curve) -> Contrast:
     """Return the claim that one curve, at its chosen rho, has a lower test error than another at its own."""
     return Contrast(
@@ -107,8 +113,7 @@ def m_and_rho(scale: Scale, lab: Laboratory) -> Findings:
     rows = [[*curve.row(), ""] for curve in curves.values()]
     (rows[0][-1],) = comparisons([contrast])
     sgd_errors = metric_by_seed(baseline, "test_error")
-    valid = number_cell(metric_by_seed(baseline, "valid_error"), baseline)
-    rows.append(["SGD", "0", valid, number_cell(sgd_errors, baseline), ""])
+    rows.append([*baseline_row(baseline), ""])
     experiment = m_and_rho_experiment(scale, rho=0.0, m=None)
     own = own_settings(experiment, ("m", M_VALUES[scale]), ("rho grid", RHO_VALUES[scale]))
     return findings(

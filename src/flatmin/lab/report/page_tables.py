@@ -15,7 +15,7 @@ from flatmin.lab.report.numbers import (
 )
 from flatmin.lab.report.page_runs import RunLinks
 from flatmin.lab.report.tables import Column, Entry, caption, columns_of, padded, traced, values_text
-from flatmin.lab.report.words import SIGNIFICANT
+from flatmin.lab.statistics import SIGNIFICANT
 
 
 def table_html(table: Table, links: RunLinks) -> str:

@@ -8,8 +8,8 @@ from typing import Any
 from flatmin.lab.findings import Cell, Findings
 from flatmin.lab.report.numbers import plural, time_text
 from flatmin.lab.report.runs import RunRecord, named_runs, num_missing
+from flatmin.lab.statistics import SIGNIFICANT
 
-SIGNIFICANT = 0.05
 MOST_CHARACTERS = 60
 """Of a file's name: some file systems take no more than 143."""
 HOW_TO_READ = (
