@@ -14,7 +14,7 @@ from statistics import median
 
 from flatmin.lab.findings import Findings
 from flatmin.lab.jobs import Archive
-from flatmin.lab.papers.cost import cost, planned_jobs, weighted_cost, with_all_missing
+from flatmin.lab.papers.cost import cost, num_networks, planned_jobs, weighted_cost, with_all_missing
 from flatmin.lab.papers.foret2021 import ITEMS
 from flatmin.lab.passes import passes_of_a_step
 from flatmin.lab.report import write_report
@@ -80,7 +80,7 @@ def cost_table(runs: Path) -> str:
         jobs = planned_jobs(item.study, "laptop")
         passes = cost(jobs)
         hours = weighted_cost(jobs) / rate / 2 / 3600
-        lines.append(f"| `{name}` | {item.source} | {len(jobs)} | {passes / 1e6:.1f} million | {hours:.1f} |")
+        lines.append(f"| `{name}` | {item.source} | {num_networks(jobs)} | {passes / 1e6:.1f} million | {hours:.1f} |")
     return "\n".join(lines)
 
 

@@ -173,6 +173,7 @@ def test_fsdp1_is_refused_by_name():
         SAM(base(), model=FullyShardedDataParallel(1, 1))
 
 
+@pytest.mark.filterwarnings("ignore:model has none of the parameters")
 def test_a_static_ddp_graph_is_refused_unless_the_perturbation_is_shared():
     model = nn.Linear(1, 1)
     model.static_graph = True

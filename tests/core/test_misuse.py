@@ -101,6 +101,7 @@ def test_a_closure_that_zeroes_them_does_not_warn(set_to_none):
     opt.step(closure)
 
 
+@pytest.mark.filterwarnings("ignore:model has none of the parameters")
 def test_rho_and_model_set_through_a_wrapper_take_effect():
     """A wrapper has copies of the attributes, as Lightning's has."""
     w, opt = make()
@@ -185,3 +186,44 @@ def test_double_precision_has_the_range_of_double_precision(size):
         moved = w.detach() - torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
     assert moved.norm().item() == pytest.approx(0.3)
     assert not math.isnan(opt.metrics.grad_norm)
+
+
+def test_a_first_pass_that_adds_to_the_last_steps_gradients_warns_once():
+    w, opt = make()
+
+    def step(zero):
+        zero()
+        loss_of(w).backward()
+        with opt.perturbed():
+            loss_of(w).backward()
+        opt.step()
+
+    step(lambda: None)
+    step(opt.zero_grad)
+    step(lambda: opt.zero_grad(set_to_none=False))
+    step(lambda: setattr(w, "grad", None))
+    with pytest.warns(UserWarning, match=r"Call opt.zero_grad\(\) before the first pass"):
+        step(lambda: None)
+    step(lambda: None)
+
+
+@pytest.mark.parametrize(("given", "hint"), [(torch.tensor(1.0), "Did you pass the loss"), (3, "got int")])
+def test_what_is_no_closure_is_refused_with_what_one_is(given, hint):
+    w, opt = make()
+    start = w.detach().clone()
+    with pytest.raises(TypeError, match=f"closure must be a function.*{hint}"):
+        opt.step(given)
+    assert torch.equal(w, start)
+
+
+def test_a_model_without_any_of_the_parameters_is_warned_of():
+    w, _ = make()
+    with pytest.warns(UserWarning, match="model has none of the parameters of the optimizer"):
+        SAM(torch.optim.SGD([w], lr=0.1), model=nn.Linear(2, 2))
+    layer = nn.Linear(2, 2)
+    SAM(torch.optim.SGD([layer.weight], lr=0.1), model=nn.Sequential(layer, nn.Linear(2, 2)))
+
+
+def test_parameters_in_place_of_an_optimizer_are_refused_with_the_remedy():
+    with pytest.raises(TypeError, match="got generator. Build one and wrap it: SAM\\(torch.optim.SGD"):
+        SAM(nn.Linear(2, 2).parameters())

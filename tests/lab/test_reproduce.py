@@ -129,6 +129,15 @@ def test_only_with_a_name_that_nothing_has_is_refused_with_names_that_there_are(
     assert not (tmp_path / "runs").exists()
 
 
+def test_only_with_runs_that_wait_for_a_choice_says_what_comes_first(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    command = ["reproduce", "table1", "--scale", "smoke", "--runs", "runs", "--processes", "1"]
+    assert main([*command, "--only", "wrn-10-1/basic/digits/SAM"]) == 2
+    said = plain(capsys)
+    assert "nothing was run, because the settings of these runs follow from a choice among others" in said
+    assert said.rstrip().endswith("Name those too, or first: table1/wrn-10-1/basic/digits/SGD.")
+
+
 def test_what_is_there_is_found_without_being_read(tmp_path, monkeypatch):
     monkeypatch.setattr(inputs_module, "load_dataset", None)
     (tmp_path / "data/flowers-102").mkdir(parents=True)

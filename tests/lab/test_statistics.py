@@ -25,14 +25,14 @@ def test_the_paired_test_sees_differences_and_not_levels():
 def test_differences_that_are_equal_but_for_rounding_have_no_spread():
     """0.3 - 0.1 and 0.4 - 0.2 are one number on paper and two in a computer."""
     assert 0.3 - 0.1 != 0.4 - 0.2
-    assert paired_p_value([0.3, 0.4], [0.1, 0.2]) == 0.0
+    assert math.isnan(paired_p_value([0.3, 0.4], [0.1, 0.2]))
     assert paired_p_value([0.1 + 0.2, 0.4], [0.3, 0.4]) == 1.0
 
 
 def test_differences_that_only_rounding_tells_apart_are_equal():
     """Two more errors of 500 in both replicas: float32 means of them differ in the eighth digit."""
     first, second = np.float32([0.892, 0.890]), np.float32([0.896, 0.894])
-    assert paired_p_value(100 * first.astype(float), 100 * second.astype(float)) == 0.0
+    assert math.isnan(paired_p_value(100 * first.astype(float), 100 * second.astype(float)))
     assert paired_p_value([0.3, 0.1 + 0.2], [0.1 + 0.2, 0.3]) == 1.0
 
 

@@ -140,3 +140,9 @@ def test_bad_input_is_refused_by_name(measure, gap, hyperparameters, settings, m
 def test_a_plot_shows_the_score():
     measure, gap = random_case(9)
     assert "12 models" in predictive_power(measure, gap, GRID).plot().axes[0].get_title()
+
+
+@pytest.mark.parametrize("hyperparameters", [[{"a": 0}, {"a": 1}], ["ab", "cd"], [1, 2]])
+def test_hyperparameters_that_are_no_tuples_are_refused(hyperparameters):
+    with pytest.raises(TypeError, match="one tuple of values for each model"):
+        predictive_power([1.0, 2.0], [1.0, 2.0], hyperparameters)

@@ -3,7 +3,7 @@
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -62,6 +62,17 @@ def check_ascent_steps(ascent_steps: int, p: float, direction: str) -> int:
     return ascent_steps
 
 
+def check_closures(closures: Any) -> list[Callable[[], Any]]:
+    """Return the closures of several micro-batches, or raise for what is neither a function nor a list of them."""
+    if isinstance(closures, Tensor) or not isinstance(closures, Iterable):
+        loss = " Did you pass the loss? SAM has to compute it twice." if isinstance(closures, Tensor) else ""
+        raise TypeError(
+            f"closure must be a function that zeroes the gradients, computes the loss, calls backward() and returns "
+            f"the loss, or a list of such functions; got {type(closures).__name__}.{loss}"
+        )
+    return list(closures)
+
+
 def check_base(base: Optimizer) -> None:
     """Raise unless it is an optimizer that steps on gradients it is given."""
     if isinstance(base, type):
@@ -70,7 +81,10 @@ def check_base(base: Optimizer) -> None:
             f"Build it first: SAM(torch.optim.{base.__name__}(model.parameters(), lr=...), rho=...)."
         )
     if not isinstance(base, Optimizer):
-        raise TypeError(f"base must be a torch.optim.Optimizer, got {type(base).__name__}.")
+        raise TypeError(
+            f"base must be a torch.optim.Optimizer, got {type(base).__name__}. Build one and wrap it: "
+            "SAM(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), rho=0.05)."
+        )
     closure = inspect.signature(base.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise TypeError(

@@ -28,6 +28,10 @@ ACCUMULATION_WARNING = (
     "pass is the closure's alone. Zero the gradients in the closure. To accumulate over micro-batches, pass a list of "
     "closures, or run all of them in both passes of `with opt.perturbed():`."
 )
+SPENT_WARNING = (
+    "The gradients of the last step were still there when the first pass began, and its gradient was added to them: "
+    "SAM's direction then comes from both. Call opt.zero_grad() before the first pass."
+)
 
 
 class FirstPass(NamedTuple):

@@ -1,6 +1,7 @@
 """SAM as a torch optimizer that wraps a built one."""
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, overload
 
@@ -13,6 +14,7 @@ from flatmin.core.arguments import (
     check_adaptive,
     check_ascent_steps,
     check_base,
+    check_closures,
     check_generator,
     check_p,
     check_rho,
@@ -21,7 +23,7 @@ from flatmin.core.arguments import (
 from flatmin.core.batchnorm import NormalisationBuffers
 from flatmin.core.metrics import SAMMetrics, weighted_mean
 from flatmin.core.micro_batches import GradientMean
-from flatmin.core.passes import GENERATOR_KEY, Closure, Passes
+from flatmin.core.passes import GENERATOR_KEY, SPENT_WARNING, Closure, Passes
 from flatmin.core.randomness import direction_generator
 from flatmin.core.state import SharedState
 
@@ -40,9 +42,9 @@ class SAM(Passes):
 
         loss = opt.step(closure)                # 1. a closure: zero the gradients, loss, backward, return the loss
 
-        loss_fn(model(x), y).backward()         # 2. two visible passes: AMP, accumulation, clipping, any trainer
+        opt.zero_grad()                         # 2. two visible passes: AMP, accumulation, clipping, any trainer
+        loss_fn(model(x), y).backward()
         with opt.perturbed():
-            opt.zero_grad()
             loss_fn(model(x), y).backward()
         opt.step()
 
@@ -187,6 +189,8 @@ class SAM(Passes):
                 "gradients of their own. Use step(closure), or ascent_steps=1."
             )
         self._check_home("perturbed()")
+        if self._state.holds_spent_gradients(self._parameters()) and self._state.warn_once("spent gradients"):
+            warnings.warn(SPENT_WARNING, UserWarning, stacklevel=3)
         with self._away() as norms:
             self._state.metrics = SAMMetrics(grad_norm=norms.gradient, perturbation_norm=norms.perturbation)
             yield
@@ -225,7 +229,7 @@ class SAM(Passes):
         """
         self._check_home("step()")
         if closure is not None and not callable(closure):
-            return self._step_micro_batches(list(closure), ascent, weights)
+            return self._step_micro_batches(check_closures(closure), ascent, weights)
         if weights is not None:
             raise ValueError("weights goes with a list of closures, one weight for each.")
         if closure is None:
@@ -251,7 +255,7 @@ class SAM(Passes):
                 "loss; or run the second pass, with its backward(), inside `with opt.perturbed():`. The gradients of "
                 "that pass must still be there: change them in place, or inside the block."
             )
-        self._state.forbid()
+        self._state.spend()
         self.base.step()
 
     def _step_micro_batches(

@@ -29,6 +29,7 @@ class SharedState:
     warned: set[str] = field(default_factory=set)
     buffers: NormalisationBuffers = field(init=False)
     _permission: object | None = None
+    _spent: object | None = None
 
     def __post_init__(self) -> None:
         self.buffers = NormalisationBuffers(self.model)
@@ -39,6 +40,18 @@ class SharedState:
         for p in parameters:
             if p.grad is not None:
                 setattr(p.grad, MARK, self._permission)
+
+    def spend(self) -> None:
+        """Use the permission up by a step; its gradients stay where they are until they are zeroed."""
+        self._spent, self.zeroed = self._permission, False
+        self.forbid()
+
+    def holds_spent_gradients(self, parameters: Iterable[Tensor]) -> bool:
+        """Return whether the gradients are those of the last step, or were added to them."""
+        if self._spent is None or self.zeroed:
+            return False
+        grad = next((p.grad for p in parameters if p.grad is not None), None)
+        return grad is not None and getattr(grad, MARK, None) is self._spent
 
     def forbid(self) -> None:
         """Withdraw the permission."""

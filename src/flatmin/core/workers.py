@@ -29,6 +29,7 @@ def check_model(model: nn.Module | None, parameters: Iterable[Tensor], sync_pert
     """
     if model is not None and not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module or None, got {type(model).__name__}.")
+    parameters = list(parameters)
     modules = list(model.modules()) if model is not None else []
     if any(type(m).__name__ == "FullyShardedDataParallel" for m in modules) or any(
         type(p).__name__ == "FlatParameter" for p in parameters
@@ -36,6 +37,14 @@ def check_model(model: nn.Module | None, parameters: Iterable[Tensor], sync_pert
         raise ValueError(
             "model is sharded by FullyShardedDataParallel (FSDP1), whose flat parameters SAM cannot perturb safely. "
             "Shard it with FSDP2 instead: torch.distributed.fsdp.fully_shard(model)."
+        )
+    own = {id(p) for m in modules for p in m.parameters(recurse=False)}
+    if own and own.isdisjoint(map(id, parameters)):
+        warnings.warn(
+            "model has none of the parameters of the optimizer: SAM would look after the running statistics of another "
+            "network. Pass the model that is trained, as you call it.",
+            UserWarning,
+            stacklevel=4,
         )
     if getattr(unwrap(model), "static_graph", False) and not sync_perturbation:
         raise ValueError(

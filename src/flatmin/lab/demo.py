@@ -5,6 +5,7 @@ stored in ``demo_settings.json``; the test set had no part in it.
 """
 
 import json
+import math
 import multiprocessing
 import os
 from collections.abc import Iterable
@@ -146,6 +147,8 @@ def verdict(rows: list[Row], noise: float) -> str:
     p_value = paired_p_value(errors(sgd), errors(sam))
     condition = f"With {noise:.0%} wrong labels" if noise else "With clean labels"
     change = f"{sgd.test_error.mean:.1f} % ({sgd.method}) and {sam.test_error.mean:.1f} % (SAM)"
+    if math.isnan(p_value):
+        return f"{condition} the test errors are {change}: the same difference for all seeds, which no test can judge."
     if p_value >= SIGNIFICANT:
         return (
             f"{condition} the test errors are {change}: no difference that {len(SEEDS)} seeds can show "

@@ -28,10 +28,13 @@ class Restricted:
 
     def __init__(self, lab: Laboratory, archive: Archive, only: Sequence[str]) -> None:
         self.lab, self.archive, self.only = lab, archive, only
+        self.num_meant = 0
+        """How many of the jobs that it was asked for are meant."""
 
     def outcomes(self, jobs: Sequence[Job], what: str) -> list[Outcome]:
         """Run the jobs that have one of the texts in NAME/seedN, and return what is known of all."""
         wanted = [job for job in jobs if _is_meant(label(job), self.only)]
+        self.num_meant += len(wanted)
         if wanted:
             self.lab.outcomes(wanted, what)
         return self.archive.outcomes(jobs, what)
@@ -42,7 +45,7 @@ class Reproduce:
     """Run the experiments behind a table or figure of the paper again, and write a page: claimed beside measured."""
 
     items: Annotated[tuple[str, ...], tyro.conf.Positional]
-    """Names of tables and figures (`flatmin list items`), or all."""
+    """Names of tables and figures (`flatmin list items`), or all (on a laptop: days)."""
     scale: Scale = "laptop"
     """paper: its own settings (GPUs and data needed); laptop: small networks, real data, two cores; smoke: seconds."""
     runs: Path = Path("runs/reproduce")
@@ -68,6 +71,8 @@ class Reproduce:
         """Run the items, one after the other; write the page after each."""
         from flatmin.lab.sweep import Sweeper
 
+        if not self.items:
+            raise SpecError(f"Which table or figure? There are {', '.join(ITEMS)}, and all.")
         chosen = _items(self.items)
         archive = Archive(self.runs)
         skipped = self._cannot_run(chosen, archive)
@@ -102,6 +107,8 @@ class Reproduce:
                 _print_verdicts(found[-1], console)
         if page is not None:
             console.print(f"The page: {page}")
+        if isinstance(lab, Restricted) and lab.num_meant == 0 and not skipped:
+            raise SpecError(self._what_comes_first(chosen, archive))
         if skipped:
             reasons = "\n".join(dict.fromkeys(map(str, skipped.values())))
             raise DataError(f"What {', '.join(skipped)} needed was not there; all else was run.\n{reasons}")
@@ -133,6 +140,22 @@ class Reproduce:
                 kind = type(problems[0])
                 found[name] = kind("\n".join(map(str, problems)))
         return found
+
+    def _what_comes_first(self, chosen: Sequence[Item], archive: Archive) -> str:
+        """Return why nothing was run though ``only`` means some runs: their settings are to be chosen by others."""
+        missing = [label(job) for item in chosen for job in plan(item.study, self.scale, archive).missing.values()]
+        names = dict.fromkeys(text.rpartition("/")[0] for text in missing)
+        conditions = {name.rpartition("/")[0] for name in names if _is_meant(name, self.only)}
+        first = [
+            name.removesuffix(" (choosing)")
+            for name in names
+            if name.endswith(" (choosing)") and name.rpartition("/")[0] in conditions
+        ]
+        first = [name for name in first if not _is_meant(name, self.only)]
+        return (
+            f"--only {' '.join(self.only)}: nothing was run, because the settings of these runs follow from a choice "
+            f"among others. Name those too, or first: {', '.join(first[:SHOWN_NAMES])}."
+        )
 
 
 @dataclass(frozen=True)
@@ -170,7 +193,7 @@ class Report:
 
 
 def _items(names: Sequence[str]) -> list[Item]:
-    if not names or "all" in names:
+    if "all" in names:
         return list(ITEMS.values())
     for name in names:
         if name not in ITEMS:

@@ -41,12 +41,13 @@ def mean_and_interval(values: Sequence[float], confidence: float = 0.95) -> Inte
 def paired_p_value(first: Sequence[float], second: Sequence[float]) -> float:
     """Return the two-sided p-value of Student's paired t-test.
 
-    Where all differences are 0 it is 1; where they are equal otherwise it is 0, the limit of an ever smaller spread.
+    Where all differences are 0 it is 1. Where they are equal otherwise it is NaN: no spread over a few replicas, of
+    errors that are multiples of one example, does not make a difference certain.
     """
     differences = np.subtract(first, second)
     rounding = ROUNDING * max(np.abs(first).max(), np.abs(second).max())
     if np.ptp(differences) <= rounding:  # no spread but that of float32 means: the test is not defined
-        return 1.0 if abs(differences[0]) <= rounding else 0.0
+        return 1.0 if abs(differences[0]) <= rounding else math.nan
     return float(stats.ttest_rel(first, second).pvalue)
 
 

@@ -135,6 +135,11 @@ def _check(
     for name, values in (("measure", mu), ("gap", g)):
         if not np.all(np.isfinite(values)):
             raise ValueError(f"{name} must be finite, got {values[~np.isfinite(values)][0]} for a model.")
+    for given in hyperparameters:
+        if isinstance(given, str) or not isinstance(given, Sequence | np.ndarray):
+            raise TypeError(
+                f"hyperparameters must have one tuple of values for each model, such as (0.1, 128), got {given!r}."
+            )
     lengths = {len(values) for values in hyperparameters}
     if len(lengths) != 1:
         raise ValueError(f"hyperparameters must be tuples of one length, got lengths {sorted(lengths)}.")

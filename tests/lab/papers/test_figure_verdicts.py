@@ -13,6 +13,7 @@ from flatmin.lab.jobs import Outcome
 from flatmin.lab.papers.cost import Planner, planned_jobs
 from flatmin.lab.papers.error_reduction import _verdict
 from flatmin.lab.papers.figures import FIGURE_ITEMS
+from flatmin.lab.papers.foret2021 import ITEMS as ALL_ITEMS
 from flatmin.lab.papers.predictive_figures import PGDL, ZOOS, better_predictor
 from flatmin.lab.run_directory import Result
 
@@ -61,7 +62,8 @@ def plane(job, measurement, steepness):
 )
 def test_the_wider_minimum_is_the_one_whose_loss_rises_less(sgd, sam, held):
     def facts(job, measurement):
-        return plane(job, measurement, (sam if job.experiment.optim.rho else sgd) + wobble(job.seed))
+        steepness = sam + wobble(job.seed + 1) if job.experiment.optim.rho else sgd + wobble(job.seed)
+        return plane(job, measurement, steepness)
 
     found = ITEMS["landscape"].study("laptop", Made(lambda job: {"test_error": 0.1}, facts))
     (verdict,) = found.verdicts
@@ -98,8 +100,8 @@ def test_curvature_is_judged_by_the_largest_eigenvalue_and_its_ratio_to_the_fift
     def facts(job, measurement):
         largest, ratio = sam if job.experiment.optim.rho else sgd
         earlier = 0 if measurement.epoch is None else 1
-        own = wobble(job.seed) * (1 if sgd[1] != sam[1] else 0)
-        return spectrum_facts(largest + wobble(job.seed) + earlier, ratio + own + earlier)
+        own = wobble(job.seed + (job.experiment.optim.rho > 0))
+        return spectrum_facts(largest + own + earlier, ratio + own + earlier)
 
     found = ITEMS["hessian"].study("laptop", Made(lambda job: {"test_error": 0.1, "train_loss": 0.01}, facts))
     (verdict,) = found.verdicts
@@ -129,6 +131,23 @@ def test_one_network_of_each_is_shown_and_not_tested():
     assert len(found.figures) == 4
     assert found.verdicts[0].held == "not tested"
     assert "24" in found.verdicts[0].evidence
+
+
+@pytest.mark.parametrize("item", ["hessian", "landscape"])
+def test_nothing_is_judged_by_the_replicas_that_went_well(item):
+    """Two of five pairs are far apart, in the claimed direction, with next to no spread."""
+
+    def facts(job, measurement):
+        height = (1.0 if job.experiment.optim.rho else 24.0) + wobble(job.seed + (job.experiment.optim.rho > 0))
+        return spectrum_facts(height, height) if item == "hessian" else plane(job, measurement, height)
+
+    lab = Made(lambda job: {"test_error": 0.1, "train_loss": 0.01}, facts, keep=lambda job: job.seed < 2)
+    found = ITEMS[item].study("laptop", lab)
+    (verdict,) = found.verdicts
+    assert verdict.held == "not tested"
+    assert "2 of 5 pairs are there" in verdict.evidence
+    assert "Holm" not in verdict.evidence
+    assert not cells(found, Comparison)
 
 
 def errors_over_rho(best, at_best, away=0.05):
@@ -285,12 +304,13 @@ def ascent(sharpness, errors):
     def metrics(job):
         steps = job.experiment.optim.ascent_steps
         num = job.experiment.epochs
+        noise = 1e-4 * np.random.default_rng((job.seed, steps)).standard_normal(num)
         return [
             {
                 "epoch": epoch,
                 "train_error": 0.01,
-                "perturbed_error": 0.01 + sharpness(steps, epoch / num) + wobble(job.seed + steps) / 10,
-                "test_error": errors[steps] + wobble(job.seed),
+                "perturbed_error": 0.01 + sharpness(steps, epoch / num) + noise[epoch - 1],
+                "test_error": errors[steps] + wobble(job.seed + steps),
             }
             for epoch in range(1, num + 1)
         ]
@@ -316,6 +336,21 @@ def test_ascent_steps_as_in_the_paper():
     assert [s.name for s in figure.series] == ["1 step", "2 steps", "3 steps", "5 steps"]
     assert len(figure.series[0].x) == 40
     assert figure.series[3].y[0] == pytest.approx(0.1, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("sharpness", "said"),
+    [
+        # Several steps find far more from the start, and a little more at the end.
+        (lambda steps, at: (0.02 if at > 0.8 else 0.018) * steps, "less than 80 % of what 5 find: 20 %"),
+        # Several steps always find less, at the end a little less so.
+        (lambda steps, at: 0.1 - (0.002 if at > 0.8 else 0.004) * steps, "(nothing) against -0.8"),
+    ],
+)
+def test_steps_that_find_more_from_the_start_or_never_are_not_what_is_claimed(sharpness, said):
+    found = ITEMS["inner-steps"].study("laptop", Made(ascent(sharpness, EQUAL_ERRORS)))
+    assert found.verdicts[3].held == "did not hold"
+    assert said in found.verdicts[3].evidence
 
 
 @pytest.mark.parametrize(
@@ -435,8 +470,11 @@ def test_no_score_means_too_few_networks_and_nothing_else(monkeypatch):
     first = planned_jobs(ITEMS["predictive"].study, "laptop")[0].name
     monkeypatch.setattr(lab, "keep", lambda job: job.name == first)
     found = ITEMS["predictive"].study("laptop", lab)
-    assert found.verdicts[0].evidence == "Too few networks are there to score a measure."
+    assert found.verdicts[0].held == "not tested"
+    assert found.verdicts[0].evidence.startswith("71 networks of the zoo are missing")
     monkeypatch.setattr(lab, "keep", lambda job: True)
+    stuck = ITEMS["predictive"].study("laptop", zoo_lab(lambda m, gap, rng: gap, num_stuck=71))
+    assert stuck.verdicts[0].evidence == "Too few networks are there to score a measure."
 
     def refuse(*_):
         raise ValueError("another mistake")
@@ -507,6 +545,41 @@ def test_a_vacuous_bound_tests_nothing(total, held):
     assert rows["vacuous (above 1)"][1] == f"{5 * (total(0.2) > 1)} of 5"
     assert rows["test error"][2].measured.mean == pytest.approx(0.2)
     assert ("60 of 60" in verdict.evidence) == (held == "not tested")
+
+
+@pytest.mark.parametrize(
+    ("sgd", "sam", "held"),
+    [
+        ((0.30, 0.25, 0.28), (0.28, 0.24, 0.20), ["held", "held"]),
+        ((0.30, 0.25, 0.20), (0.28, 0.20, 0.24), ["did not hold", "did not hold"]),
+        ((0.20, 0.25, 0.25), (0.28, 0.24, 0.24), ["no difference shown", "no difference shown"]),
+    ],
+)
+def test_more_epochs_are_judged_with_sam_from_each_to_the_next_and_without_it_at_the_end(sgd, sam, held):
+    def metrics(job):
+        which = (20, 40, 80).index(job.experiment.epochs)
+        noise = np.random.default_rng((job.seed, which, job.experiment.optim.rho > 0)).standard_normal()
+        return {"test_error": (sam if job.experiment.optim.rho else sgd)[which] + 1e-3 * noise}
+
+    found = ALL_ITEMS["imagenet"].study("laptop", Made(metrics))
+    falls, rises = found.verdicts[-2:]
+    assert [falls.held, rises.held] == held
+    assert falls.claim == "With SAM the error goes on falling from 100 to 200 to 400 epochs."
+    assert "(40 epochs) against" in falls.evidence
+    assert "(80 epochs) against" in falls.evidence
+    assert "(40 epochs) against" in rises.evidence
+    assert [cell.claimed for cell in found.tables[0].rows[0][1:]] == [
+        *("22.9 ± 0.1", "22.5 ± 0.1", "22.3 ± 0.1", "21.4 ± 0.1", "22.3 ± 0.1", "20.9 ± 0.1")
+    ]
+
+
+@pytest.mark.parametrize("item", [item.name for item in ALL_ITEMS.values() if item.name != "predictive"])
+def test_every_laptop_item_names_the_settings_of_its_networks(item):
+    found = ALL_ITEMS[item].study("laptop", Planner())
+    if found.item != "error-reduction":  # its settings are in the tables that it is drawn from
+        named = {h.name for h in found.hyperparameters}
+        assert {"network", "training images", "batch size", "learning rate", "momentum", "epochs"} <= named
+    assert len(found.hyperparameters) == len({h.name for h in found.hyperparameters})
 
 
 def fewer_errors(num_lower, num_conditions=31, method="SAM"):

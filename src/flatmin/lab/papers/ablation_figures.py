@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import itemgetter, methodcaller
 
 import torch
@@ -17,6 +18,7 @@ from flatmin.lab.papers.evidence import (
     Notebook,
     along_training,
     comparisons,
+    contrast_between,
     judge,
     mean,
     measured_by_seed,
@@ -29,13 +31,12 @@ from flatmin.lab.papers.figure_settings import (
     LAPTOP_EPOCHS,
     findings,
     jobs_for,
-    own_settings,
     sam_rho,
     start,
 )
 from flatmin.lab.papers.hyperparameters import HYPERPARAMETERS
 from flatmin.lab.papers.item import Scale
-from flatmin.lab.papers.scales import LAPTOP_RHOS, replica_seeds
+from flatmin.lab.papers.scales import LAPTOP_RHOS, own_settings, replica_seeds
 from flatmin.lab.papers.settings import NORMS, RHO_GRID, SECOND_ORDER, VALIDATION, rho_of_sup_norm
 from flatmin.lab.papers.sharpness_figures import Curve, baseline_row, contrast_of
 from flatmin.lab.spec import Experiment
@@ -69,13 +70,11 @@ def second_order(scale: Scale, lab: Laboratory) -> Findings:
         order: {epoch: measured_by_seed(outcomes, m, itemgetter("cosine")) for epoch, m in looks.items()}
         for order, outcomes in found.items()
     }
-    test = Contrast(
-        quantity="test error, %",
-        lower_name=ORDERS[0],
-        higher_name=ORDERS[1],
-        lower=metric_by_seed(found[ORDERS[0]], "test_error"),
-        higher=metric_by_seed(found[ORDERS[1]], "test_error"),
-        runs=run_names([*found[ORDERS[0]], *found[ORDERS[1]]]),
+    test = contrast_between(
+        "test error, %",
+        (ORDERS[0], found[ORDERS[0]]),
+        (ORDERS[1], found[ORDERS[1]]),
+        partial(metric_by_seed, metric="test_error"),
     )
     rows = [
         [
@@ -99,12 +98,12 @@ def second_order(scale: Scale, lab: Laboratory) -> Findings:
         tables=[Table(title=claims.title, columns=[*columns, "first - second"], rows=rows)],
         figures=[_error_figure(found), _cosine_figure(found, cosines)],
         verdicts=[
-            _cosine_verdict(claims.statements[0].claim, cosines),
+            _cosine_verdict(claims.statements[0].claim, cosines, len(replica_seeds(scale))),
             judge(claims.statements[1].claim, [test]),
         ],
         hyperparameters=HYPERPARAMETERS["second-order"]
         if scale == "paper"
-        else own_settings(experiments[ORDERS[0]], ("rho", rho)),
+        else own_settings([experiments[ORDERS[0]]], ("rho", rho)),
         notes=[
             *claims.notes,
             "The cosine is of the two updates on one fixed training batch, at the same weights; batch norm has its "
@@ -132,7 +131,7 @@ def _half_means(cosines: Mapping[int, Mapping[int, float]]) -> dict[int, float]:
     return {seed: mean(values[seed] for values in first) for seed in sorted(seeds)}
 
 
-def _cosine_verdict(claim: str, cosines: Mapping[str, Mapping[int, Mapping[int, float]]]) -> Verdict:
+def _cosine_verdict(claim: str, cosines: Mapping[str, Mapping[int, Mapping[int, float]]], num_replicas: int) -> Verdict:
     contrasts = [
         Contrast(
             quantity=f"cosine, {order} training",
@@ -140,6 +139,7 @@ def _cosine_verdict(claim: str, cosines: Mapping[str, Mapping[int, Mapping[int, 
             higher_name="first half",
             lower=looks[max(looks)],
             higher=_half_means(looks),
+            num_asked=num_replicas,
             unit="",
         )
         for order, looks in cosines.items()
@@ -236,7 +236,7 @@ def p_norm(scale: Scale, lab: Laboratory) -> Findings:
             )
         ],
         verdicts=[judge(claims.statements[0].claim, contrasts)],
-        hyperparameters=[*(paper if scale == "paper" else own_settings(baseline[0].job.experiment)), *grids],
+        hyperparameters=[*(paper if scale == "paper" else own_settings([baseline[0].job.experiment])), *grids],
         notes=[
             *claims.notes,
             f"All runs hold out {VALIDATION:.0%} of the training set, so that rho is chosen without the test set.",

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -17,16 +18,17 @@ from flatmin.lab.papers.evidence import (
     Notebook,
     along_training,
     by_seed,
+    contrast_between,
     judge,
     mean,
     metric_by_seed,
     number_cell,
     run_names,
 )
-from flatmin.lab.papers.figure_settings import findings, jobs_for, own_settings, sam_rho, start
+from flatmin.lab.papers.figure_settings import findings, jobs_for, sam_rho, start
 from flatmin.lab.papers.hyperparameters import HYPERPARAMETERS
 from flatmin.lab.papers.item import SCALES, Scale
-from flatmin.lab.papers.scales import replica_seeds
+from flatmin.lab.papers.scales import own_settings, replica_seeds
 from flatmin.lab.papers.settings import ASCENT_NUM_RUNS, ASCENT_STEPS, ASCENT_STEPS_GRID
 from flatmin.lab.run_directory import Metrics
 from flatmin.lab.spec import Experiment
@@ -40,6 +42,8 @@ DATASETS: Mapping[Scale, tuple[str, ...]] = {
 }
 EQUIVALENCE = 0.1
 """An error "does not depend" on something if it changes by less than this fraction of itself, with 95 % confidence."""
+NEARLY = 0.8
+"""One step "finds nearly as much" as several if it finds at least this share of it."""
 FEW, MANY = min(ASCENT_STEPS_GRID), max(ASCENT_STEPS_GRID)
 
 Found = Mapping[tuple[str, int], Sequence[Outcome]]
@@ -57,7 +61,7 @@ def inner_steps(scale: Scale, lab: Laboratory) -> Findings:
     found = {names[name]: outcomes for name, outcomes in asked.items()}
     datasets = DATASETS[scale]
     experiment = groups[datasets[0], FEW][0].experiment
-    own = own_settings(experiment, ("rho", experiment.optim.rho), ("replicas", NUM_RUNS[scale]))
+    own = own_settings([experiment], ("rho", experiment.optim.rho), ("replicas", NUM_RUNS[scale]))
     return findings(
         item="inner-steps",
         scale=scale,
@@ -157,18 +161,16 @@ def _verdicts(found: Found, scale: Scale) -> list[Verdict]:
         said = f"{DATASETS[scale][0]} has ten classes; CIFAR-100 is not trained at this scale."
         verdicts.append(Verdict(claim=several_better, held="not tested", evidence=said))
     ends = [
-        Contrast(
-            quantity=f"estimated sharpness at the end, {dataset}, points",
-            lower_name=_steps(FEW),
-            higher_name=_steps(MANY),
-            lower=_sharpness(found[dataset, FEW]),
-            higher=_sharpness(found[dataset, MANY]),
+        contrast_between(
+            f"estimated sharpness at the end, {dataset}, points",
+            (_steps(FEW), found[dataset, FEW]),
+            (_steps(MANY), found[dataset, MANY]),
+            _sharpness,
         )
         for dataset in DATASETS[scale]
     ]
     verdicts.append(judge(more_found, ends))
-    alongs = [_along_contrast(found, dataset) for dataset in DATASETS[scale]]
-    verdicts.append(judge(FIGURES["ascent-along-training"].statements[0].claim, alongs))
+    verdicts.append(_along_verdict(FIGURES["ascent-along-training"].statements[0].claim, found, DATASETS[scale]))
     return verdicts
 
 
@@ -177,33 +179,64 @@ def _steps(number: int) -> str:
 
 
 def _test_contrast(found: Found, dataset: str, steps: int) -> Contrast:
-    return Contrast(
-        quantity=f"test error, {dataset}, %",
-        lower_name=_steps(steps),
-        higher_name=_steps(FEW),
-        lower=metric_by_seed(found[dataset, steps], "test_error"),
-        higher=metric_by_seed(found[dataset, FEW], "test_error"),
+    return contrast_between(
+        f"test error, {dataset}, %",
+        (_steps(steps), found[dataset, steps]),
+        (_steps(FEW), found[dataset, FEW]),
+        partial(metric_by_seed, metric="test_error"),
     )
 
 
-def _along_contrast(found: Found, dataset: str) -> Contrast:
-    """What many steps find more than one: less in the first half of training than in its last tenth."""
-    extra: dict[str, dict[int, float]] = {"first half": {}, "last tenth": {}}
+def _along_verdict(claim: str, found: Found, datasets: Sequence[str]) -> Verdict:
+    """Judge that one step finds nearly as much as many for most of training, and less near convergence.
+
+    Near convergence, the last tenth, many have to find more than one, and more than they did in the first half; there
+    one step has to find at least `NEARLY` of it.
+    """
+    contrasts, shares = [], {}
+    for dataset in datasets:
+        first, last, shares[dataset] = _gains(found, dataset)
+        what = f"what {_steps(MANY)} find more than {_steps(FEW)}, {dataset}, points of error"
+        num_asked = max(len(found[dataset, steps]) for steps in (FEW, MANY))
+        nothing = dict.fromkeys(last, 0.0)
+        for name, lower in (("first half of training", first), ("nothing", nothing)):
+            contrasts.append(
+                Contrast(
+                    quantity=what,
+                    lower_name=name,
+                    higher_name="last tenth",
+                    lower=lower,
+                    higher=last,
+                    num_asked=num_asked,
+                )
+            )
+    verdict = judge(claim, contrasts)
+    far = [f"{100 * share:.0f} % ({dataset})" for dataset, share in shares.items() if share < NEARLY]
+    if far and verdict.held != "not tested":
+        said = f"In the first half one step finds less than {100 * NEARLY:.0f} % of what {MANY} find: {', '.join(far)}."
+        return replace(verdict, held="did not hold", evidence=f"{verdict.evidence} {said}")
+    return verdict
+
+
+def _gains(found: Found, dataset: str) -> tuple[dict[int, float], dict[int, float], float]:
+    """Return what many steps find more than one in the first half of training and in its last tenth, by seed.
+
+    And, in the first half, how much of what many find one step finds (NaN without runs).
+    """
+    first: dict[int, float] = {}
+    last: dict[int, float] = {}
+    sums = np.zeros(2)
     few, many = ({o.job.seed: o for o in found[dataset, steps]} for steps in (FEW, MANY))
-    for seed in few.keys() & many.keys():
+    for seed in sorted(few.keys() & many.keys()):
         curves = [_curve(few[seed]), _curve(many[seed])]
         length = min(map(len, curves))
         if length:
-            gain = np.subtract(curves[1][:length], curves[0][:length])
-            extra["first half"][seed] = float(gain[: max(1, length // 2)].mean())
-            extra["last tenth"][seed] = float(gain[-max(1, length // 10) :].mean())
-    return Contrast(
-        quantity=f"what {_steps(MANY)} find more than {_steps(FEW)}, {dataset}, points of error",
-        lower_name="first half of training",
-        higher_name="last tenth",
-        lower=extra["first half"],
-        higher=extra["last tenth"],
-    )
+            one, several = (np.asarray(curve[:length]) for curve in curves)
+            half, tenth = max(1, length // 2), max(1, length // 10)
+            first[seed] = float((several - one)[:half].mean())
+            last[seed] = float((several - one)[-tenth:].mean())
+            sums += one[:half].mean(), several[:half].mean()
+    return first, last, float(sums[0] / sums[1]) if sums[1] > 0 else math.nan
 
 
 def _curve(outcome: Outcome) -> list[float]:

@@ -1,15 +1,16 @@
 """Theorem 2: the PAC-Bayesian bound, term by term, of networks trained with SGD and with SAM (Appendix A.1)."""
 
 from collections.abc import Mapping
+from functools import partial
 from operator import itemgetter
 
 from flatmin.lab.findings import Cell, Comparison, Findings, Held, LineFigure, Series, Table, Verdict
 from flatmin.lab.jobs import Laboratory, Measurement, Outcome
 from flatmin.lab.papers.claims_figures import FIGURES
 from flatmin.lab.papers.evidence import (
-    Contrast,
     Notebook,
     comparisons,
+    contrast_between,
     mean,
     measured_by_seed,
     metric_by_seed,
@@ -17,10 +18,10 @@ from flatmin.lab.papers.evidence import (
     run_names,
     series_interval,
 )
-from flatmin.lab.papers.figure_settings import findings, jobs_for, own_settings, sam_rho, start
+from flatmin.lab.papers.figure_settings import findings, jobs_for, sam_rho, start
 from flatmin.lab.papers.hyperparameters import HYPERPARAMETERS
 from flatmin.lab.papers.item import Scale
-from flatmin.lab.papers.scales import replica_seeds
+from flatmin.lab.papers.scales import own_settings, replica_seeds
 from flatmin.lab.papers.settings import CIFAR, RHO_GRID
 from flatmin.lab.spec import Experiment
 
@@ -63,7 +64,7 @@ def bound(scale: Scale, lab: Laboratory) -> Findings:
         verdicts=[_verdict(claims.statements[0].claim, found, measurements)],
         hyperparameters=[
             *HYPERPARAMETERS["bound"],
-            *([] if scale == "paper" else own_settings(experiments["SGD"], ("rho of SAM", own_rho))),
+            *([] if scale == "paper" else own_settings([experiments["SGD"]], ("rho of SAM", own_rho))),
         ],
         notes=[
             *claims.notes,
@@ -87,16 +88,9 @@ def _table(found: Mapping[str, list[Outcome]], measurement: Measurement, rho: fl
     rows: list[list[str | Cell | Comparison]] = []
     for name, key in TERMS.items():
         values = {m: measured_by_seed(found[m], measurement, itemgetter(key)) for m in METHODS}
-        contrast = Contrast(
-            quantity=name,
-            lower_name="SAM",
-            higher_name="SGD",
-            lower=values["SAM"],
-            higher=values["SGD"],
-            runs=run_names([*found["SGD"], *found["SAM"]]),
-            unit="",
-        )
-        compared = comparisons([contrast]) if key == "total" else [""]
+        read = partial(measured_by_seed, measurement=measurement, read=itemgetter(key))
+        lower = contrast_between(name, ("SAM", found["SAM"]), ("SGD", found["SGD"]), read, unit="")
+        compared = comparisons([lower]) if key == "total" else [""]
         rows.append([name, *(number_cell(values[m], found[m], unit="") for m in METHODS), *compared])
     errors = [number_cell(metric_by_seed(found[m], "test_error", 1.0), found[m], unit="") for m in METHODS]
     rows.append(["test error", *errors, ""])

@@ -8,16 +8,16 @@ from flatmin.lab.findings import Cell, Comparison, Findings, Hyperparameter, Tab
 from flatmin.lab.jobs import Outcome
 from flatmin.lab.papers.claimed import Claims
 from flatmin.lab.papers.claims_figures import said_in_text
-from flatmin.lab.papers.evidence import Contrast, verdicts_at
+from flatmin.lab.papers.evidence import Contrast, p_text, verdicts_at
 from flatmin.lab.papers.item import Scale
-from flatmin.lab.papers.protocol import Contest, Entry, better
+from flatmin.lab.papers.protocol import Contest, Entry, better, validation_error
+from flatmin.lab.papers.scales import own_settings
 from flatmin.lab.spec import Experiment
 from flatmin.lab.statistics import holm, mean_and_interval
 
 Rows = list[list[str | Cell | Comparison]]
 Literature = Mapping[str, Mapping[str, Cell]]
 NOTE = "Mean and 95 % confidence interval (Student's t) over replicas; what the paper claims beside it."
-DOUBLED = "The paper's number without SAM is the better of the standard and the doubled number of epochs."
 NOT_THE_SAME = (
     "The paper's numbers are for its own networks and all of the data, in the condition most like the one here: not to "
     "be reached at this scale. (Its SGD and SAM had m = 32, an eighth of a batch.)"
@@ -56,7 +56,7 @@ def contest_findings(
         metrics: what is compared, in %.
         accuracy: whether the table has accuracies instead of errors.
         literature: what is only cited (methods in rows), by method and column.
-        hyperparameters: those that were not chosen here.
+        hyperparameters: those that were not chosen here; without, what the methods have in common is listed as ours.
         notes: beside the paper's slips.
     """
     tables = []
@@ -95,7 +95,10 @@ def contest_findings(
         about_scale=about_scale,
         tables=[*tables, *([chosen_table] if chosen_table else [])],
         verdicts=verdicts_at(scale, verdicts),
-        hyperparameters=[*_chosen_hyperparameters(entries), *hyperparameters],
+        hyperparameters=[
+            *_chosen_hyperparameters(entries),
+            *(hyperparameters or own_settings([entry.chosen or entry.contest.start for entry in entries])),
+        ],
         notes=[
             *(f'The paper says: "{s.claim}" {s.own_numbers}' for s in claims.statements),
             *claims.notes,
@@ -110,10 +113,7 @@ def contest_findings(
 
 def _note(entries: Sequence[Entry], scale: Scale) -> str:
     claimed = any(e.contest.claimed for e in entries)
-    doubled = any(e.method.name.endswith("twice the epochs") for e in entries)
-    return " ".join(
-        (NOTE, *((DOUBLED,) if doubled else ()), *((NOT_THE_SAME,) if claimed and scale != "paper" else ()))
-    )
+    return f"{NOTE} {NOT_THE_SAME}" if claimed and scale != "paper" else NOTE
 
 
 def _cell(entry: Entry, metric: str, accuracy: bool) -> Cell:
@@ -136,14 +136,16 @@ def _methods_in_columns(
     shown = _shown_contests(entries, cells)
     methods = list(dict.fromkeys(e.method.name for e in entries))
     columns = list(dict.fromkeys(c.column for c in shown))
-    header = [*label_columns, *(f"{column}: {method}" for column in columns for method in methods)]
+    held = {(c.column, e.method.name) for c in shown for e in entries if e.contest.name == c.name}
+    pairs = [(column, method) for column in columns for method in methods if (column, method) in held]
+    header = [*label_columns, *(f"{column}: {method}" for column, method in pairs)]
     rows: Rows = []
     for labels in dict.fromkeys(c.labels for c in shown):
         row: list[str | Cell | Comparison] = [*labels]
         by_column = {c.column: c for c in shown if c.labels == labels}
-        for column in columns:
+        for column, method in pairs:
             contest = by_column.get(column)
-            row += [cells.get((contest.name, m), Cell()) if contest is not None else Cell() for m in methods]
+            row.append(cells.get((contest.name, method), Cell()) if contest is not None else Cell())
         rows.append(row)
     return header, rows
 
@@ -188,6 +190,7 @@ def _contrasts(entries: Sequence[Entry], metric: str) -> list[tuple[Entry, Contr
             higher_name=rival.method.name,
             lower=entry.values(metric),
             higher=rival.values(metric),
+            num_asked=len(entry.replicas),
             runs=tuple(outcome.job.name for e in (rival, entry) for outcome in e.replicas),
         )
         found.append((entry, contrast))
@@ -216,16 +219,21 @@ def _verdict(entry: Entry, contrast: Contrast, p_holm: float, metric: str) -> Ve
         claim=_claim(entry, contrast.higher_name, metric),
         held=contrast.held(p_holm),
         evidence=f"{comparison.difference.mean:+.2f} ± {comparison.difference.half_width:.2f} points over "
-        f"{comparison.num_pairs} pairs, p = {comparison.p_value:.2g}, {p_holm:.2g} after Holm's correction.",
+        f"{comparison.num_pairs} pairs, {_p_values(comparison)}.",
     )
+
+
+def _p_values(comparison: Comparison) -> str:
+    said = p_text(comparison.p_value)
+    return said if math.isnan(comparison.p_holm) else f"{said}, {comparison.p_holm:.2g} after Holm's correction"
 
 
 def _choices(entries: Sequence[Entry]) -> Table | None:
     rows: Rows = [
-        [entry.contest.name, entry.method.name, setting_of(e), _error(error), "chosen" if e is entry.chosen else ""]
+        [entry.contest.name, entry.method.name, setting_of(e), _error(outcome), "chosen" if e is entry.chosen else ""]
         for entry in entries
-        for e, error in entry.tried
-        if any(known is not None for _, known in entry.tried)
+        for e, outcome in entry.tried
+        if any(validation_error(known) is not None for _, known in entry.tried)
     ]
     if not rows:
         return None
@@ -247,10 +255,13 @@ def setting_of(experiment: Experiment) -> str:
     return ", ".join(parts)
 
 
-def _error(value: float | None) -> str:
-    if value is None:
+def _error(outcome: Outcome) -> str | Cell:
+    error = validation_error(outcome)
+    if error is None:
         return "not run"
-    return f"{value:.2f}" if math.isfinite(value) else "diverged"
+    if not math.isfinite(error):
+        return "diverged"
+    return Cell(measured=mean_and_interval([error]), values=(error,), runs=(outcome.job.name,))
 
 
 def _chosen_hyperparameters(entries: Sequence[Entry]) -> list[Hyperparameter]:

@@ -105,6 +105,11 @@ def cost(jobs: Iterable[Job]) -> int:
     return sum(map(_passes, _experiments(jobs)))
 
 
+def num_networks(jobs: Iterable[Job]) -> int:
+    """Return how many networks are trained, those included whose predictions are another's labels."""
+    return len(_experiments(jobs))
+
+
 def weighted_cost(jobs: Iterable[Job]) -> float:
     """Return `cost`, with each pass weighted by the arithmetic of its network: in passes of a WRN-10-2 on 28 x 28 x 1.
 
@@ -160,9 +165,10 @@ def num_images(experiment: Experiment) -> int:
     data = experiment.data
     if data.train_size is not None:
         return data.train_size
-    if data.name not in TRAIN_SIZES:
+    name = data.name.removeprefix("folder:")
+    if name not in TRAIN_SIZES:
         raise ValueError(
             f"The size of {data.name} is not known. Give data.train_size. Known: {', '.join(TRAIN_SIZES)}."
         )
-    size = TRAIN_SIZES[data.name] + (SVHN_EXTRA if data.extra else 0)
+    size = TRAIN_SIZES[name] + (SVHN_EXTRA if data.extra else 0)
     return size - round(data.validation * size)

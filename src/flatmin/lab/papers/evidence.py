@@ -111,6 +111,8 @@ class Contrast:
     lower: BySeed
     """What is claimed to be lower."""
     higher: BySeed
+    num_asked: int
+    """How many pairs were asked for. With fewer nothing is judged: those may be the ones that went well."""
     runs: tuple[str, ...] = ()
     unit: str = "%"
 
@@ -121,9 +123,9 @@ class Contrast:
 
     @property
     def p_value(self) -> float:
-        """Student's paired test, two-sided; NaN with fewer than two pairs."""
+        """Student's paired test, two-sided; NaN with fewer than two pairs, or fewer than were asked for."""
         seeds = sorted(self.lower.keys() & self.higher.keys())
-        if len(seeds) < 2:
+        if len(seeds) < max(2, self.num_asked):
             return math.nan
         return paired_p_value([self.lower[s] for s in seeds], [self.higher[s] for s in seeds])
 
@@ -156,15 +158,51 @@ class Contrast:
         seeds = sorted(self.lower.keys() & self.higher.keys())
         low, high = (mean(values[s] for s in seeds) for values in (self.lower, self.higher))
         said = f"{self.quantity}: {low:.4g} ({self.lower_name}) against {high:.4g} ({self.higher_name})"
+        if n < self.num_asked:
+            return f"{said}; {n} of {self.num_asked} pairs are there, nothing is judged before all are"
         if n == 1:
             return f"{said}; n = 1, too few for a test"
-        return f"{said}; difference {mean_and_interval(self.differences)}, n = {n}, p = {p_holm:.2g}"
+        return f"{said}; difference {mean_and_interval(self.differences)}, n = {n}, {p_text(p_holm)}"
+
+
+def p_text(p_value: float) -> str:
+    """Return a p-value for people; NaN is that of differences which are all equal."""
+    return "no test, as all differences are equal" if math.isnan(p_value) else f"p = {p_value:.2g}"
+
+
+def contrast_between(
+    quantity: str,
+    lower: tuple[str, Sequence[Outcome]],
+    higher: tuple[str, Sequence[Outcome]],
+    read: Callable[[Sequence[Outcome]], BySeed],
+    unit: str = "%",
+) -> Contrast:
+    """Return the claim that a number is lower for one method's replicas than for another's.
+
+    Args:
+        quantity: what the number is.
+        lower: the method, and its replicas, of which it is claimed to be lower.
+        higher: the other method, and its replicas.
+        read: returns the number of each replica, by seed.
+        unit: of a difference.
+    """
+    return Contrast(
+        quantity=quantity,
+        lower_name=lower[0],
+        higher_name=higher[0],
+        lower=read(lower[1]),
+        higher=read(higher[1]),
+        num_asked=max(len(lower[1]), len(higher[1])),
+        runs=run_names([*higher[1], *lower[1]]),
+        unit=unit,
+    )
 
 
 def judge(claim: str, contrasts: Sequence[Contrast]) -> Verdict:
     """Return whether a claim holds that consists of one or several contrasts, all of which must.
 
-    It did not hold where one of them is significantly the other way round. The p-values are Holm's.
+    It did not hold where one of them is significantly the other way round. The p-values are Holm's. Nothing is judged
+    while a pair of any of them is missing.
     """
     p_values = holm([contrast.p_value for contrast in contrasts])
     parts = [contrast.held(p) for contrast, p in zip(contrasts, p_values, strict=True)]
@@ -176,15 +214,18 @@ def judge(claim: str, contrasts: Sequence[Contrast]) -> Verdict:
     elif all(part == "held" for part in parts):
         held = "held"
     said = [contrast.describe(p) for contrast, p in zip(contrasts, p_values, strict=True)]
-    if len(contrasts) > 1:
+    if sum(not math.isnan(p) for p in p_values) > 1:
         said.append("p-values are Holm's")
     return Verdict(claim=claim, held=held, evidence="; ".join(said) + ".")
 
 
 def comparisons(contrasts: Sequence[Contrast]) -> list[Comparison | str]:
-    """Return the contrasts as comparisons for a table, Holm-corrected together; nothing where there is no pair."""
+    """Return the contrasts as comparisons for a table, Holm-corrected together; nothing where a pair is missing."""
     corrected = holm([contrast.p_value for contrast in contrasts])
-    return [c.comparison(p) if c.differences else "" for c, p in zip(contrasts, corrected, strict=True)]
+    return [
+        c.comparison(p) if len(c.differences) >= max(1, c.num_asked) else ""
+        for c, p in zip(contrasts, corrected, strict=True)
+    ]
 
 
 def verdicts_at(scale: Scale, verdicts: Iterable[Verdict]) -> list[Verdict]:

@@ -60,21 +60,6 @@ def jobs_for(
     return [Job(experiment=named, seed=seed, measurements=measurements) for seed in seeds]
 
 
-def own_settings(experiment: Experiment, *more: tuple[str, object]) -> list[Hyperparameter]:
-    """Return the settings of a scale that is not the paper's, all of them ours."""
-    data, optim = experiment.data, experiment.optim
-    values: list[tuple[str, object]] = [
-        ("network", experiment.model.name),
-        ("training images", f"{data.train_size} of {data.name}"),
-        ("batch size", data.batch_size),
-        ("learning rate", optim.lr),
-        ("weight decay", optim.weight_decay),
-        ("epochs", experiment.epochs),
-        *more,
-    ]
-    return [Hyperparameter(name=name, value=value, source="ours") for name, value in values]
-
-
 def findings(
     *,
     item: str,

@@ -8,7 +8,7 @@ from typing import Any
 from flatmin.lab.findings import Cell, Findings, Table
 from flatmin.lab.jobs import Job, Laboratory
 from flatmin.lab.papers import claims, claims_appendix, settings
-from flatmin.lab.papers.claimed import Claims
+from flatmin.lab.papers.claimed import Claimed, Claims
 from flatmin.lab.papers.claims import FINETUNING_DATASETS, FinetuningCell
 from flatmin.lab.papers.contest_tables import contest_findings
 from flatmin.lab.papers.hyperparameters import HYPERPARAMETERS
@@ -132,8 +132,17 @@ def _small_contest(scale: Scale, lab: Laboratory, rho: float | None) -> Contest:
         column=start.model.name,
         start=start,
         methods=_methods(rhos if rho is None else (rho,), None),
-        claimed={},
+        claimed=_nearest_claims(rho) if scale == "laptop" else {},
     )
+
+
+def _nearest_claims(rho: float | None) -> dict[tuple[str, str], Claimed]:
+    """Return the paper's numbers for Flowers-102 with EfficientNet-b7."""
+    source, sam = (claims.FINETUNING, "sam") if rho is None else (claims_appendix.FINETUNING_RHO_005, "sam-0.05")
+    return {
+        (name, "test_error"): source[FinetuningCell("flowers102", "efficientnet-b7", key)]
+        for name, key in (("without SAM", "sgd"), ("SAM", sam))
+    }
 
 
 def _previous_best() -> Table:

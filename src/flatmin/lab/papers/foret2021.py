@@ -7,7 +7,15 @@ The paper is "Sharpness-Aware Minimization for Efficiently Improving Generalizat
 
 from typing import Any
 
-from flatmin.lab.papers import claims, claims_appendix, error_reduction, fine_tuning, from_scratch, label_noise
+from flatmin.lab.papers import (
+    claims,
+    claims_appendix,
+    error_reduction,
+    fine_tuning,
+    from_scratch,
+    imagenet,
+    label_noise,
+)
 from flatmin.lab.papers.claimed import Claims
 from flatmin.lab.papers.claims_figures import FIGURES, FigureClaims
 from flatmin.lab.papers.figures import FIGURE_ITEMS
@@ -21,7 +29,7 @@ def _item(name: str, about: Claims[Any] | FigureClaims, study: Study) -> Item:
 TABLE_ITEMS = (
     _item("error-reduction", FIGURES["error-reduction"], error_reduction.error_reduction),
     _item("table1", claims.CIFAR, from_scratch.table1),
-    _item("imagenet", claims.IMAGENET, from_scratch.imagenet),
+    _item("imagenet", claims.IMAGENET, imagenet.imagenet),
     _item("fine-tuning", claims.FINETUNING, fine_tuning.fine_tuning),
     _item("label-noise", claims.LABEL_NOISE, label_noise.label_noise),
     _item("svhn-fashion", claims_appendix.SVHN_FASHION, from_scratch.svhn_fashion),

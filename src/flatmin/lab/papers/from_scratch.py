@@ -1,4 +1,4 @@
-"""Networks trained from scratch: Tables 1, 2, 5 and 9 (Section 3.1, Appendices B.1 and C.3)."""
+"""Networks trained from scratch: Tables 1, 5 and 9 (Section 3.1, Appendices B.1 and C.3)."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,7 +8,7 @@ from flatmin.lab.findings import Findings
 from flatmin.lab.jobs import Laboratory
 from flatmin.lab.papers import claims, claims_appendix, settings
 from flatmin.lab.papers.claimed import Claimed, Claims
-from flatmin.lab.papers.claims import AUGMENTATIONS, CIFAR_ROWS, Classification, ImageNetCell
+from flatmin.lab.papers.claims import AUGMENTATIONS, CIFAR_ROWS, Classification
 from flatmin.lab.papers.contest_tables import contest_findings
 from flatmin.lab.papers.hyperparameters import HYPERPARAMETERS
 from flatmin.lab.papers.item import Scale
@@ -97,20 +97,6 @@ def cifar_default_rho(scale: Scale, lab: Laboratory) -> Findings:
     return _findings("rho-0.05", scale, lab, contests, claims_appendix.CIFAR_RHO_005, "cifar")
 
 
-def imagenet(scale: Scale, lab: Laboratory) -> Findings:
-    """Table 2: ResNets on ImageNet for 100, 200 and 400 epochs, top-1 and top-5 error; nothing doubles."""
-    metrics = ("test_error", "test_top5_error") if scale == "paper" else ("test_error",)
-    contests = imagenet_contests(scale)
-    return _findings("imagenet", scale, lab, contests, claims.IMAGENET, "imagenet", ("model",), metrics)
-
-
-def imagenet_contests(scale: Scale) -> list[Contest]:
-    """Return the conditions of Table 2."""
-    if scale == "paper":
-        return [_imagenet_contest(model, epochs) for model, epochs in settings.IMAGENET]
-    return _epochs_contests(scale)
-
-
 def _findings(
     item: str,
     scale: Scale,
@@ -118,8 +104,6 @@ def _findings(
     contests: Sequence[Contest],
     claimed: Claims[Any],
     hyperparameters: str,
-    labels: Sequence[str] = LABELS,
-    metrics: Sequence[str] = ("test_error",),
 ) -> Findings:
     entries, needed = hold_contests(contests, lab, item, replica_seeds(scale))
     return contest_findings(
@@ -129,8 +113,7 @@ def _findings(
         scale=scale,
         claims=claimed,
         about_scale=SUMMARIES[scale],
-        label_columns=labels,
-        metrics=metrics,
+        label_columns=LABELS,
         hyperparameters=HYPERPARAMETERS[hyperparameters] if scale == "paper" else (),
     )
 
@@ -175,38 +158,16 @@ def _paper_contest(
         for name, key in (("SGD", "sgd"), ("SAM", "sam"))
     }
     return Contest(
-        labels=(row, augment), column=dataset, start=start, methods=_two_methods(chosen, training.m), claimed=claimed
+        labels=(row, augment), column=dataset, start=start, methods=sgd_and_sam(chosen, training.m), claimed=claimed
     )
 
 
-def _two_methods(rho: float, m: int | None, doubles: bool = True) -> tuple[Method, ...]:
+def sgd_and_sam(rho: float, m: int | None, doubles: bool = True) -> tuple[Method, ...]:
+    """Return SGD, also for twice as many epochs if it doubles, and SAM, with nothing to choose."""
     sgd = Method(name="SGD", candidates=as_it_is)
     baselines = (sgd, twice(sgd)) if doubles else (sgd,)
     names = tuple(method.name for method in baselines)
     return (*baselines, Method(name="SAM", candidates=with_rho([rho], m), after="SGD", against=(names,)))
-
-
-def _imagenet_contest(model: str, epochs: int) -> Contest:
-    training = settings.IMAGENET[model, epochs]
-    start = Experiment(
-        data=Data(
-            name="imagenet",
-            augment="imagenet",
-            batch_size=training.batch_size,
-            image_size=settings.IMAGENET_IMAGE_SIZE,
-            drop_last=settings.DROP_LAST,
-        ),
-        model=Model(name=model),
-        optim=training.optim(rho=0.0),
-        epochs=epochs,
-    )
-    claimed = {
-        (name, metric): claims.IMAGENET[ImageNetCell(model, epochs, key, top)]
-        for name, key in (("SGD", "sgd"), ("SAM", "sam"))
-        for metric, top in (("test_error", 1), ("test_top5_error", 5))
-    }
-    methods = _two_methods(training.rho, training.m, doubles=False)
-    return Contest(labels=(model,), column=f"{epochs} epochs", start=start, methods=methods, claimed=claimed)
 
 
 def _small_images_laptop() -> list[Contest]:
@@ -256,24 +217,6 @@ def _nearest_claims(model: str, augment: Augment, dataset: str, sgd: str, sam: s
         column = augment if augment in AUGMENTATIONS else "basic"
     pairs = ((sgd, "sgd"), (sam, "sam"))
     return {(name, "test_error"): source[Classification(row, column, dataset, key)] for name, key in pairs}
-
-
-def _epochs_contests(scale: Scale) -> list[Contest]:
-    """Return what Table 2 asks, on a small scale: more and more epochs, with and without SAM."""
-    contests = []
-    for factor in (1, 2, 4):
-        if scale == "laptop":
-            start = LAPTOP["cifar10"]
-            start = replace(start, data=replace(start.data, augment="basic"))
-        else:
-            start = smoke("wrn-10-1")
-        epochs = factor * (start.epochs if scale == "smoke" else start.epochs // 2)
-        start = replace(start, epochs=epochs, evaluate_every=epochs)
-        methods = _two_methods(settings.IMAGENET["resnet-50", 100].rho, None, doubles=False)
-        contests.append(
-            Contest(labels=(start.model.name,), column=f"{epochs} epochs", start=start, methods=methods, claimed={})
-        )
-    return contests
 
 
 def _families_smoke() -> list[Contest]:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from operator import itemgetter
 
 import numpy as np
@@ -15,16 +16,17 @@ from flatmin.lab.papers.evidence import (
     Contrast,
     Notebook,
     comparisons,
+    contrast_between,
     judge,
     measured_by_seed,
     metric_by_seed,
     number_cell,
     run_names,
 )
-from flatmin.lab.papers.figure_settings import LAPTOP_EPOCHS, findings, jobs_for, own_settings, start
+from flatmin.lab.papers.figure_settings import LAPTOP_EPOCHS, findings, jobs_for, start
 from flatmin.lab.papers.hyperparameters import HYPERPARAMETERS
 from flatmin.lab.papers.item import Scale
-from flatmin.lab.papers.scales import replica_seeds
+from flatmin.lab.papers.scales import own_settings, replica_seeds
 from flatmin.lab.papers.settings import HESSIAN, HESSIAN_AT_EPOCHS
 from flatmin.lab.spec import Experiment, Model
 from flatmin.measures.spectrum import SpectralDensity
@@ -61,20 +63,18 @@ def hessian(scale: Scale, lab: Laboratory) -> Findings:
     found = notebook.replicas(jobs, "hessian: networks and their spectra")
 
     contrasts = [
-        Contrast(
-            quantity=f"{quantity} at the end",
-            lower_name="SAM",
-            higher_name="SGD",
-            lower=measured_by_seed(found["SAM"], last, itemgetter(key)),
-            higher=measured_by_seed(found["SGD"], last, itemgetter(key)),
-            runs=run_names([*found["SGD"], *found["SAM"]]),
+        contrast_between(
+            f"{quantity} at the end",
+            ("SAM", found["SAM"]),
+            ("SGD", found["SGD"]),
+            partial(measured_by_seed, measurement=last, read=itemgetter(key)),
             unit="",
         )
         for quantity, key in QUANTITIES.items()
     ]
     spectra = along | {AT_EPOCHS[scale][-1]: last}
     own = own_settings(
-        experiments["SGD"], ("rho", experiments["SAM"].optim.rho), ("gradient clipping", HESSIAN.clip_norm)
+        [experiments["SGD"]], ("rho", experiments["SAM"].optim.rho), ("gradient clipping", HESSIAN.clip_norm)
     )
     return findings(
         item="hessian",

@@ -38,14 +38,14 @@ def _tabulated(trainings: Mapping[tuple[str, str], Training], table: str) -> tup
     )
 
 
-def _untold(training: Training, note: str = "not given") -> tuple[Hyperparameter, ...]:
+def _untold(training: Training, note: str = "not given", with_rho: bool = True) -> tuple[Hyperparameter, ...]:
     """What we chose where the paper names no more than the network."""
     return (
         _ours("epochs", training.epochs, note),
         _ours("batch size", training.batch_size, note),
         _ours("learning rate", training.lr, note),
         _ours("weight decay", training.weight_decay, note),
-        _ours("rho", training.rho, note),
+        *((_ours("rho", training.rho, note),) if with_rho else ()),
     )
 
 
@@ -209,7 +209,7 @@ _HYPERPARAMETERS: dict[str, tuple[Hyperparameter, ...]] = {
         _paper("dataset", "CIFAR-10"),
         _ours("m", settings.M_GRID),
         _ours("rho grid", settings.RHO_GRID, "the figure's values are not given in the text"),
-        *_untold(settings.M_SHARPNESS),
+        *_untold(settings.M_SHARPNESS, with_rho=False),
         *REFERENCE_CODE,
     ),
     "predictive-power": (
@@ -234,7 +234,7 @@ _HYPERPARAMETERS: dict[str, tuple[Hyperparameter, ...]] = {
         _ours("rho grid, p = 2 and random", settings.RHO_GRID, "the figure's values are not given in the text"),
         _ours("rho grid, p = inf", "rho / sqrt(number of parameters)", "not given; as long as for p = 2"),
         _accelerators(settings.NORMS),
-        *_untold(settings.NORMS, "not given; Table 6's WRN-28-10 (200 epochs)"),
+        *_untold(settings.NORMS, "not given; Table 6's WRN-28-10 (200 epochs)", with_rho=False),
         *REFERENCE_CODE,
     ),
     "ascent-steps": (

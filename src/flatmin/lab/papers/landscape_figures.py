@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,16 +16,17 @@ from flatmin.lab.papers.evidence import (
     Contrast,
     Notebook,
     comparisons,
+    contrast_between,
     judge,
     measured_by_seed,
     metric_by_seed,
     number_cell,
     run_names,
 )
-from flatmin.lab.papers.figure_settings import findings, jobs_for, own_settings, sam_rho, start
+from flatmin.lab.papers.figure_settings import findings, jobs_for, sam_rho, start
 from flatmin.lab.papers.hyperparameters import HYPERPARAMETERS
 from flatmin.lab.papers.item import Scale
-from flatmin.lab.papers.scales import replica_seeds
+from flatmin.lab.papers.scales import own_settings, replica_seeds
 from flatmin.lab.papers.settings import LANDSCAPES
 from flatmin.lab.spec import Experiment, Model
 
@@ -56,14 +58,11 @@ def landscape(scale: Scale, lab: Laboratory) -> Findings:
         jobs[method] = [replace(first, measurements=tuple(dict.fromkeys((picture, numbers)))), *others]
     found = notebook.replicas(jobs, "landscape: networks and their surroundings")
 
-    rises = {method: measured_by_seed(outcomes, numbers, rise_within(RADIUS)) for method, outcomes in found.items()}
-    contrast = Contrast(
-        quantity=f"mean rise of the loss within {RADIUS:g} of the weights",
-        lower_name="SAM",
-        higher_name="SGD",
-        lower=rises["SAM"],
-        higher=rises["SGD"],
-        runs=run_names([*found["SGD"], *found["SAM"]]),
+    rise = contrast_between(
+        f"mean rise of the loss within {RADIUS:g} of the weights",
+        ("SAM", found["SAM"]),
+        ("SGD", found["SGD"]),
+        partial(measured_by_seed, measurement=numbers, read=rise_within(RADIUS)),
         unit="",
     )
     rho = experiments["SAM"].optim.rho
@@ -73,12 +72,12 @@ def landscape(scale: Scale, lab: Laboratory) -> Findings:
         title=claims.title,
         source=claims.source,
         notebook=notebook,
-        tables=[_table(found, numbers, contrast)],
+        tables=[_table(found, numbers, rise)],
         figures=_surfaces(found, picture),
-        verdicts=[judge(claims.statements[0].claim, [contrast])],
+        verdicts=[judge(claims.statements[0].claim, [rise])],
         hyperparameters=HYPERPARAMETERS["landscapes"]
         if scale == "paper"
-        else own_settings(experiments["SGD"], ("rho", rho)),
+        else own_settings([experiments["SGD"]], ("rho", rho)),
         notes=[
             *claims.notes,
             "The plane is through the weights, along two Gaussian directions, each filter as long as the network's; "

@@ -12,9 +12,10 @@ from flatmin.lab.findings import Cell, Comparison, Findings, Held, LineFigure, S
 from flatmin.lab.jobs import Job, Laboratory, Measurement, Outcome
 from flatmin.lab.papers.claims_figures import FIGURES
 from flatmin.lab.papers.evidence import Notebook, run_names
-from flatmin.lab.papers.figure_settings import ABOUT_SCALE, findings, own_settings, start
+from flatmin.lab.papers.figure_settings import ABOUT_SCALE, findings, start
 from flatmin.lab.papers.hyperparameters import HYPERPARAMETERS
 from flatmin.lab.papers.item import Scale
+from flatmin.lab.papers.scales import own_settings
 from flatmin.lab.papers.settings import DEFAULT_RHO, M_SHARPNESS
 from flatmin.lab.spec import Experiment, Model, Optim
 from flatmin.lab.statistics import SIGNIFICANT, Interval
@@ -124,13 +125,11 @@ def predictive(scale: Scale, lab: Laboratory) -> Findings:
         title=claims.title,
         source=claims.source,
         notebook=notebook,
-        tables=[_table(scores)] if known else [],
+        tables=[_table(scores, run_names(outcome for _, outcome in stopped))] if known else [],
         figures=[_score_figure(known, size, stopped), _point_figure(sharpness, gaps, stopped)] if known else [],
-        verdicts=[_verdict(claim, known, sharpness, gaps, grid)],
+        verdicts=[_verdict(claim, known, sharpness, gaps, grid, notebook.num_missing)],
         hyperparameters=own_settings(
-            jobs[0].experiment,
-            *zip(HYPERPARAMETER_NAMES, (zoo.widths, zoo.depths, zoo.lrs, zoo.batch_sizes, zoo.decays), strict=True),
-            ("schedule", "constant"),
+            [job.experiment for job in jobs],
             ("loss to stop at", zoo.stop_loss),
             ("rho of the measure", DEFAULT_RHO),
         ),
@@ -233,7 +232,11 @@ def _verdict(
     sharpness: dict[int | None, list[float]],
     gaps: Sequence[float],
     grid: Sequence[tuple[float, ...]],
+    num_missing: int,
 ) -> Verdict:
+    if num_missing:
+        why = f"{num_missing} networks of the zoo are missing; nothing is judged before all are there."
+        return Verdict(claim=claim, held="not tested", evidence=why)
     numbers = [m for m in scores if m is not None]
     if not numbers or None not in scores:
         return Verdict(claim=claim, held="not tested", evidence="Too few networks are there to score a measure.")
@@ -257,11 +260,11 @@ def _verdict(
     return Verdict(claim=claim, held=held, evidence="; ".join(said) + ".")
 
 
-def _table(scores: dict[int | None, Score | None]) -> Table:
+def _table(scores: dict[int | None, Score | None], runs: tuple[str, ...]) -> Table:
     rows: list[list[str | Cell | Comparison]] = []
     for m, score in scores.items():
         if score is not None:
-            cell = Cell(measured=Interval(score.score, math.nan), unit="")
+            cell = Cell(measured=Interval(score.score, math.nan), unit="", runs=runs)
             null = f"{score.null_low:.3f} to {score.null_high:.3f}"
             rows.append(["n" if m is None else str(m), cell, null, f"{score.kendall_tau:.3f}"])
     return Table(

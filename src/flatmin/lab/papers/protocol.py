@@ -67,8 +67,8 @@ class Entry:
     method: Method
     chosen: Experiment | None
     """None: nothing was chosen yet."""
-    tried: tuple[tuple[Experiment, float | None], ...]
-    """The candidates and their validation errors (None: not run, inf: diverged); empty where there was no choice."""
+    tried: tuple[tuple[Experiment, Outcome], ...]
+    """The candidates and what came of the runs that choose among them; empty where there was no choice."""
     replicas: tuple[Outcome, ...]
 
     def values(self, metric: str) -> dict[int, float]:
@@ -95,7 +95,7 @@ def hold_contests(
     """Choose, train and return what came of each method in each contest, and all runs that were needed."""
     needed: list[Outcome] = []
     chosen: dict[tuple[str, str], Experiment] = {}
-    tried: dict[tuple[str, str], tuple[tuple[Experiment, float | None], ...]] = {}
+    tried: dict[tuple[str, str], tuple[tuple[Experiment, Outcome], ...]] = {}
     waiting = [(contest, method) for contest in contests for method in contest.methods]
     while ready := [(c, m) for c, m in waiting if m.after is None or (c.name, m.after) in chosen]:
         waiting = [pair for pair in waiting if pair not in ready]
@@ -113,8 +113,8 @@ def hold_contests(
             if key not in jobs:
                 chosen[key] = experiments[0]
                 continue
-            errors = [_validation_error(by_name[job.name]) for job in jobs[key]]
-            tried[key] = tuple(zip(experiments, errors, strict=True))
+            tried[key] = tuple((e, by_name[job.name]) for e, job in zip(experiments, jobs[key], strict=True))
+            errors = [validation_error(outcome) for _, outcome in tried[key]]
             best = min((e for e in errors if e is not None and math.isfinite(e)), default=None)
             if best is not None and None not in errors:  # a choice from half of the candidates would not be one
                 chosen[key] = experiments[errors.index(best)]
@@ -203,7 +203,8 @@ def _choosing_job(experiment: Experiment) -> Job:
     return Job(experiment=replace(experiment, name=f"{experiment.name} (choosing)", data=held_out), seed=CHOOSING_SEED)
 
 
-def _validation_error(outcome: Outcome) -> float | None:
+def validation_error(outcome: Outcome) -> float | None:
+    """Return by what a candidate is chosen, in %: None if it is not known, infinite if training diverged."""
     if outcome.problem is not None:
         return math.inf if outcome.final else None
     return metric_by_seed([outcome], "valid_error").get(outcome.job.seed)

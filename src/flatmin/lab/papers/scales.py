@@ -4,6 +4,9 @@ The laptop's settings were found by validation error alone: networks with far mo
 their training set, so that what is measured is generalization.
 """
 
+from collections.abc import Sequence
+
+from flatmin.lab.findings import Hyperparameter
 from flatmin.lab.papers.item import Scale
 from flatmin.lab.papers.protocol import SEEDS
 from flatmin.lab.spec import Data, Experiment, Model, Optim
@@ -48,6 +51,33 @@ def smoke(model: str) -> Experiment:
         epochs=1,
         precision="float32",
     )
+
+
+def own_settings(experiments: Sequence[Experiment], *more: tuple[str, object]) -> list[Hyperparameter]:
+    """Return the settings of a scale that is not the paper's, all of them ours; of several values each.
+
+    Args:
+        experiments: what is trained.
+        more: further settings; they replace those of the same name.
+    """
+    found: dict[str, dict[object, None]] = {}
+    for e in experiments:
+        size = f"{e.data.train_size:,}" if e.data.train_size is not None else "all"
+        for name, value in (
+            ("network", e.model.name if e.model.norm == "batch" else f"{e.model.name}, without batch norm"),
+            ("training images", f"{size} of {e.data.name}"),
+            ("augmentation", e.data.augment),
+            ("batch size", e.data.batch_size),
+            ("learning rate", e.optim.lr),
+            ("learning-rate schedule", e.optim.schedule),
+            ("momentum", f"{e.optim.momentum:g}, Nesterov's" if e.optim.nesterov else e.optim.momentum),
+            ("weight decay", e.optim.weight_decay),
+            ("epochs", e.epochs),
+            ("precision", e.precision),
+        ):
+            found.setdefault(name, {})[value] = None
+    values: dict[str, object] = {name: next(iter(v)) if len(v) == 1 else tuple(v) for name, v in found.items()}
+    return [Hyperparameter(name=name, value=value, source="ours") for name, value in (values | dict(more)).items()]
 
 
 PAPER_SUMMARY = "The paper's own networks, data and settings; where it gives none, the table below says what was taken."

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from flatmin.lab.findings import Cell, Comparison, Findings, LineFigure, Series, Table
 from flatmin.lab.jobs import Job, Laboratory, Outcome
@@ -10,6 +11,7 @@ from flatmin.lab.papers.evidence import (
     Contrast,
     Notebook,
     comparisons,
+    contrast_between,
     judge,
     mean,
     metric_by_seed,
@@ -17,10 +19,10 @@ from flatmin.lab.papers.evidence import (
     run_names,
     series_interval,
 )
-from flatmin.lab.papers.figure_settings import findings, jobs_for, own_settings, start
+from flatmin.lab.papers.figure_settings import findings, jobs_for, start
 from flatmin.lab.papers.hyperparameters import HYPERPARAMETERS
 from flatmin.lab.papers.item import Scale
-from flatmin.lab.papers.scales import LAPTOP_RHOS, replica_seeds
+from flatmin.lab.papers.scales import LAPTOP_RHOS, own_settings, replica_seeds
 from flatmin.lab.papers.settings import M_GRID, M_SHARPNESS, RHO_GRID, VALIDATION
 from flatmin.lab.spec import Experiment
 
@@ -89,13 +91,11 @@ def baseline_row(outcomes: Sequence[Outcome]) -> list[str | Cell | Comparison]:
 
 def contrast_of(lower: Curve, higher: Curve) -> Contrast:
     """Return the claim that one curve, at its chosen rho, has a lower test error than another at its own."""
-    return Contrast(
-        quantity="test error, %",
-        lower_name=lower.name,
-        higher_name=higher.name,
-        lower=lower.test_errors(),
-        higher=higher.test_errors(),
-        runs=run_names([*lower.chosen_outcomes, *higher.chosen_outcomes]),
+    return contrast_between(
+        "test error, %",
+        (lower.name, lower.chosen_outcomes),
+        (higher.name, higher.chosen_outcomes),
+        partial(metric_by_seed, metric="test_error"),
     )
 
 
@@ -115,7 +115,7 @@ def m_and_rho(scale: Scale, lab: Laboratory) -> Findings:
     sgd_errors = metric_by_seed(baseline, "test_error")
     rows.append([*baseline_row(baseline), ""])
     experiment = m_and_rho_experiment(scale, rho=0.0, m=None)
-    own = own_settings(experiment, ("m", M_VALUES[scale]), ("rho grid", RHO_VALUES[scale]))
+    own = own_settings([experiment], ("m", M_VALUES[scale]), ("rho grid", RHO_VALUES[scale]))
     return findings(
         item="m-and-rho",
         scale=scale,
