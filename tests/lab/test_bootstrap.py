@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from flatmin.lab.bootstrap import has_predicted_labels, with_predicted_labels, write_predicted_labels
 from flatmin.lab.checkpoint import latest_checkpoint, read_state
 from flatmin.lab.data.datasets import load_dataset
 from flatmin.lab.engine import train
@@ -52,6 +53,16 @@ def test_the_second_network_starts_from_other_weights(tmp_path):
     starts = [load_trained(tmp_path / e.run_name(0), epoch=0).network.conv1.weight for e in (spec, spec.first_stage())]
     assert not torch.equal(*starts)
     assert second.experiment.data.bootstrap
+
+
+def test_predictions_are_kept_for_a_run_that_is_resumed(tmp_path):
+    dataset = load_dataset(noisy().data)
+    predicted = (dataset.train.labels + (np.arange(120) < 30)) % 10
+    assert not has_predicted_labels(tmp_path)
+    write_predicted_labels(tmp_path, dataset.train.labels, predicted)
+    assert has_predicted_labels(tmp_path)
+    assert json.loads((tmp_path / "predicted_labels.json").read_text())["num_changed"] == 30
+    np.testing.assert_array_equal(with_predicted_labels(dataset, tmp_path).train.labels, predicted)
 
 
 def test_validation_and_test_labels_stay_clean(tmp_path):

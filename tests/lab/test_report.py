@@ -23,8 +23,8 @@ from flatmin.lab.findings import (
     Verdict,
 )
 from flatmin.lab.report import describe_runs, write_report
-from flatmin.lab.report.figures import plotly_figure, svg
-from flatmin.lab.report.numbers import interval_text, number_text
+from flatmin.lab.report.figures import _draw_lines, _draw_surfaces, plotly_figure, svg
+from flatmin.lab.report.numbers import interval_text, number_text, p_text
 from flatmin.lab.report.runs import read_run, without_paths
 from flatmin.lab.run_directory import RunError
 from flatmin.lab.statistics import Interval, mean_and_interval
@@ -147,6 +147,29 @@ def test_claims_stand_beside_what_was_measured(report):
     assert sgd[1] == "3.5 ± 0.1"
     assert sgd[2].startswith("16.2 ± 0.2")
     assert "p < 0.001, Holm p < 0.001" in table[4][3]
+
+
+@pytest.mark.parametrize(("p_holm", "is_bold"), [(0.04, True), (0.06, False)])
+def test_both_p_values_of_a_comparison_are_shown_and_bold_is_for_holms(tmp_path, p_holm, is_bold):
+    comparison = Comparison(
+        name="SAM - SGD",
+        difference=Interval(1.26, 0.41),
+        p_value=0.03,
+        p_holm=p_holm,
+        num_pairs=2,
+        values=(0.85, 1.67),
+    )
+    text = page_of([simple(tables=[Table(title="T", columns=["a", "b"], rows=[["x", comparison]])])], tmp_path)
+    shown = f"p = 0.030, Holm p = {p_holm:.3f}"
+    assert Page(text).tables[0][1][1] == f"+1.3 ± 0.4 SAM - SGD, 2 pairs {shown}"
+    assert (f"<strong>Holm p = {p_holm:.3f}</strong>" in text) == is_bold
+    assert 'title="0.85, 1.67 points"' in text
+    assert f"+1.3 ± 0.4 (SAM - SGD, 2 pairs; {shown})" in (tmp_path / "out" / "report.md").read_text()
+
+
+@pytest.mark.parametrize(("p_value", "shown"), [(0.05, "= 0.050"), (0.001, "= 0.001"), (0.0009, "< 0.001")])
+def test_p_values_have_three_decimals_and_are_never_0(p_value, shown):
+    assert p_text(p_value) == shown
 
 
 def test_missing_runs_and_runs_that_came_to_nothing_are_said(report):
@@ -400,6 +423,31 @@ def test_numbers_that_are_not_finite_leave_gaps_in_figures():
     assert plotly_figure(surface)["data"][0]["z"] == [[1.0, 0.0], [None, 100.0]]  # z[j][i] is at (x[i], y[j])
 
 
+def test_error_bars_are_half_the_width_of_the_interval_on_the_page_and_on_paper():
+    figure = LineFigure(
+        title="t",
+        x_label="x",
+        y_label="error, %",
+        series=[Series(name="s", x=[1.0, 2.0], y=[10.0, 20.0], half_width=[0.5, 2.0])],
+    )
+    (trace,) = plotly_figure(figure)["data"]
+    assert trace["error_y"]["array"] == [0.5, 2.0]
+    heights = [text.rpartition("<br>")[2] for text in trace["hovertext"]]
+    assert heights == ["error, %: 10.0 ± 0.5", "error, %: 20.0 ± 2.0"]
+    _, _, (bars,) = _draw_lines(figure).axes[0].containers[0]
+    assert [bar[:, 1].tolist() for bar in bars.get_segments()] == [[9.5, 10.5], [18.0, 22.0]]
+
+
+def test_the_first_direction_of_a_surface_runs_to_the_right_on_paper():
+    """A height that does not change along the second direction has contours that run from below to above."""
+    axis = [-1.0, 0.0, 1.0]
+    surface = Surface(name="s", coordinates=axis, height=[[a] * 3 for a in axis])
+    drawn = _draw_surfaces(SurfaceFigure(title="t", height_label="h", surfaces=[surface]))
+    bands = [path.get_extents() for path in drawn.axes[0].collections[0].get_paths() if len(path.vertices)]
+    assert bands
+    assert all(band.height == pytest.approx(2.0) and band.width < 1 for band in bands)
+
+
 def test_surfaces_share_one_scale(report):
     _, findings, _ = report
     layout = plotly_figure(findings[1].figures[0])["layout"]
@@ -430,7 +478,7 @@ def test_any_folder_of_runs_can_be_described(tmp_path):
         ("sam <one>", "0.2", "40"),
     ]
     sam = rows["sam <one>", "0.2", "40"][-1]
-    assert sam.claimed == "2.7 ± 0.1"
+    assert [cell.claimed for cell in rows["sam <one>", "0.2", "40"]] == [None, None, "2.7 ± 0.1"]
     assert sam.values == pytest.approx((14.0, 15.0, 16.0))
     assert sam.measured.mean == pytest.approx(15.0)
     assert sam.runs == tuple(claimed.run_name(seed) for seed in range(3))
@@ -442,7 +490,21 @@ def test_any_folder_of_runs_can_be_described(tmp_path):
     (figure,) = found.figures
     assert [series.half_width is None for series in figure.series] == [True, False]
     assert list(figure.series[0].x) == [1, 2, 3, 4]
+    assert [series.y[-1] for series in figure.series] == pytest.approx([17.0, 15.0])
     assert "Runs are missing" in write_report([found], runs=tmp_path, out=tmp_path / "out").read_text()
+
+
+def test_a_curve_has_the_epochs_that_all_of_its_runs_have(tmp_path):
+    """The mean of some of the runs at one epoch, and of all at the next, would jump without any reason."""
+    names = [write_run(tmp_path, experiment(), seed, 16.0 + seed) for seed in (0, 1)]
+    file = tmp_path / names[1] / "result.json"
+    content = json.loads(file.read_text())
+    content["history"][1]["test_error"] = None
+    file.write_text(json.dumps(content))
+    (figure,) = describe_runs(tmp_path).figures
+    (series,) = figure.series
+    assert list(series.x) == [1, 3, 4]
+    assert series.y[-1] == pytest.approx(16.5)
 
 
 def test_a_folder_without_runs_says_so(tmp_path):

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from flatmin.lab.statistics import holm, mean_and_interval, paired_p_value
+from flatmin.lab.statistics import Interval, holm, mean_and_interval, paired_p_value
 
 
 def test_the_interval_is_students():
@@ -14,6 +14,10 @@ def test_the_interval_is_students():
     assert interval.mean == 2.0
     assert interval.half_width == pytest.approx(4.302652729911275 / math.sqrt(3))
     assert math.isnan(mean_and_interval([1.0]).half_width)
+
+
+def test_an_interval_is_printed_with_half_its_width():
+    assert str(Interval(14.7183, 0.3421)) == "14.7 ± 0.34"
 
 
 def test_the_paired_test_sees_differences_and_not_levels():
@@ -34,6 +38,8 @@ def test_differences_that_only_rounding_tells_apart_are_equal():
     first, second = np.float32([0.892, 0.890]), np.float32([0.896, 0.894])
     assert math.isnan(paired_p_value(100 * first.astype(float), 100 * second.astype(float)))
     assert paired_p_value([0.3, 0.1 + 0.2], [0.1 + 0.2, 0.3]) == 1.0
+    assert math.isnan(paired_p_value([0.0, 0.0], [0.3, 0.1 + 0.2]))
+    assert math.isnan(paired_p_value([0.3, 0.1 + 0.2], [0.0, 0.0]))
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,10 @@ def test_second_derivatives_are_those_of_torch_in_every_set_of_arguments(run, sh
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
+class OtherTensor(torch.Tensor):
+    """A kind of tensor with operations of its own, for all that is known of it."""
+
+
 AS_THEY_ARE = {
     "convolution of one image": conv((4, 5, 5), (6, 4, 3, 3), (6,)),
     "convolution with a padding in words": conv((3, 4, 5, 5), (6, 4, 3, 3), (6,), padding="same"),
@@ -76,6 +80,7 @@ AS_THEY_ARE = {
         [(3, 4, 5)],
     ),
     "ReLU in place": (lambda x: F.relu(x * 1, inplace=True), [(3, 4, 5)]),
+    "ReLU of another kind of tensor": (lambda x: F.relu(x.as_subclass(OtherTensor)), [(3, 4, 5)]),
 }
 
 

@@ -606,9 +606,19 @@ def test_error_reduction_is_judged_by_a_sign_test(num_lower, num_conditions, hel
     assert f"lower in {num_lower} of {num_conditions} conditions" in found.evidence
 
 
+@pytest.mark.parametrize(("num_lower", "num_equal", "held"), [(6, 4, "held"), (5, 1, "no difference shown")])
+def test_conditions_with_equal_errors_say_nothing(num_lower, num_equal, held):
+    """p is that of 6 of 6, 0.03125, and of 5 of 5, 0.0625."""
+    equal = {(f"equal {i}", "SAM"): 0.0 for i in range(num_equal)}
+    assert _verdict(fewer_errors(num_lower, num_lower) | equal).held == held
+
+
 def test_error_reduction_judges_each_method_by_itself():
     """6 of 6 has p = 0.031, with two methods Holm's 0.0625: two methods are not twelve conditions."""
     both = fewer_errors(6, 6) | fewer_errors(6, 6, "SAM, m = 16")
     assert _verdict(both).held == "no difference shown"
+    one = fewer_errors(31)
+    assert _verdict(one | fewer_errors(17, method="SAM, m = 16")).held == "no difference shown"
+    assert _verdict(one | fewer_errors(1, method="SAM, m = 16")).held == "did not hold"
     assert _verdict({("a", "SAM"): 0.0}).held == "no difference shown"
     assert _verdict({}).held == "not tested"

@@ -201,8 +201,8 @@ def contrast_between(
 def judge(claim: str, contrasts: Sequence[Contrast]) -> Verdict:
     """Return whether a claim holds that consists of one or several contrasts, all of which must.
 
-    It did not hold where one of them is significantly the other way round. The p-values are Holm's. Nothing is judged
-    while a pair of any of them is missing.
+    It did not hold where one of them is significantly the other way round; else it is not tested while a pair of any of
+    them is missing. The p-values are Holm's.
     """
     p_values = holm([contrast.p_value for contrast in contrasts])
     parts = [contrast.held(p) for contrast, p in zip(contrasts, p_values, strict=True)]
