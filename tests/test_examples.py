@@ -76,7 +76,15 @@ def momentum_sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def test_autocast():
+@pytest.mark.parametrize(
+    ("train", "settings", "clip"),
+    [
+        ("train_with_autocast", {}, None),
+        # The scale is a power of 2, so that it changes no digit of the gradients.
+        ("train_with_scaler", {"max_norm": 0.5}, 0.5),
+    ],
+)
+def test_mixed_precision(train, settings, clip):
     amp = example("amp")
 
     def backward(model, batch):
@@ -85,22 +93,8 @@ def test_autocast():
     reference = amp["make_model"]()
     base = momentum_sgd(reference)
     for _ in range(5):
-        by_hand(reference, base, [amp["make_data"]()], backward, rho=0.05)
-    assert difference(amp["train_with_autocast"](5), reference) < 1e-6
-
-
-def test_grad_scaler_with_clipping():
-    amp = example("amp")
-
-    def backward(model, batch):
-        amp["loss_of"](model, *batch).backward()
-
-    reference = amp["make_model"]()
-    base = momentum_sgd(reference)
-    for _ in range(5):
-        by_hand(reference, base, [amp["make_data"]()], backward, rho=0.05, clip=0.5)
-    # The scale is a power of 2, so that it changes no digit of the gradients.
-    assert difference(amp["train_with_scaler"](5, max_norm=0.5), reference) < 1e-6
+        by_hand(reference, base, [amp["make_data"]()], backward, rho=0.05, clip=clip)
+    assert difference(amp[train](5, **settings), reference) < 1e-6
 
 
 def test_gradient_accumulation_is_a_step_of_the_whole_batch():
