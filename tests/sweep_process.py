@@ -10,8 +10,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from flatmin.lab.engine import InterruptedRun
 from flatmin.lab.jobs import Job
+from flatmin.lab.session import InterruptedRun
 from flatmin.lab.spec import Data, Experiment, Model, Optim
 from flatmin.lab.sweep import run_job, sweep
 from flatmin.lab.sweep_job import Ending

@@ -14,11 +14,11 @@ from typing import Literal
 
 from rich.console import Console
 
-from flatmin.lab.engine import CHECKPOINT_SECONDS, InterruptedRun
+from flatmin.lab.engine import CHECKPOINT_SECONDS
 from flatmin.lab.fields import SpecError
 from flatmin.lab.jobs import Job, Outcome, read_outcome
 from flatmin.lab.measuring import measurement_settings
-from flatmin.lab.session import Interruption, noted_signals
+from flatmin.lab.session import InterruptedRun, Interruption, noted_signals
 from flatmin.lab.sweep_job import Ending, Pool, run_job
 from flatmin.lab.sweep_local import LocalPool, machine_shares
 from flatmin.lab.sweep_table import SweepProgress, passes

@@ -10,12 +10,14 @@ from typing import Literal, Protocol
 
 from flatmin.lab.checkpoint import StorageError
 from flatmin.lab.data.images import DataError
-from flatmin.lab.engine import DivergedError, InterruptedRun, train
+from flatmin.lab.divergence import DivergedError
+from flatmin.lab.engine import train
 from flatmin.lab.fields import SpecError
 from flatmin.lab.jobs import PROBLEM_FILE, Job, read_outcome
 from flatmin.lab.measuring import measured_facts
 from flatmin.lab.models.weights import ModelError
 from flatmin.lab.run_directory import BusyError, RunDirectory
+from flatmin.lab.session import InterruptedRun
 
 USER_MISTAKES = (SpecError, DataError, ModelError, StorageError)
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from flatmin.lab.engine import InterruptedRun
 from flatmin.lab.jobs import Job
 from flatmin.lab.run_directory import RunError
+from flatmin.lab.session import InterruptedRun
 from flatmin.lab.sweep_job import Ending, describe_death
 
 MAX_STILLBIRTHS = 3
