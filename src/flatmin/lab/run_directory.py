@@ -130,9 +130,9 @@ class RunDirectory:
         write_whole(path, json.dumps({"sessions": [*sessions, environment() | facts]}, indent=2) + "\n")
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
-        """Write a file of what else became known of the run; its name may be in a folder."""
+        """Write a file of what else became known of the run, which need not have begun."""
         try:
-            (self.path / name).parent.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise StorageError(f"{self.path / name} cannot be written: {error}.") from error
         write_whole(self.path / name, json.dumps(content, indent=2) + "\n")
