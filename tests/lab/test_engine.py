@@ -5,12 +5,13 @@ import errno
 import json
 import math
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from flatmin.lab import checkpoint, engine, session
+from flatmin.lab import checkpoint, engine, run_directory, session
 from flatmin.lab.checkpoint import StorageError, checkpoints, latest_checkpoint, read_state
 from flatmin.lab.data.digits import load_digits
 from flatmin.lab.divergence import DivergedError
@@ -293,6 +294,15 @@ def test_two_processes_do_not_work_on_one_run(tmp_path):
         train(small(), runs=tmp_path)
     directory.close()
     train(small(epochs=1), runs=tmp_path)
+
+
+def test_the_documents_name_all_files_of_a_run(tmp_path):
+    path = train(small(), runs=tmp_path).directory
+    written = {f"{p.name}/" if p.is_dir() else p.name for p in path.iterdir()} - {"lock"}
+    docs = (Path(__file__).parents[2] / "docs" / "lab.md").read_text()
+    for name in {*written, "problem.json", "measures/", "weights/", "label_noise.json", "predicted_labels.json"}:
+        assert name in run_directory.__doc__
+        assert f"| `{name}` |" in docs
 
 
 def test_another_experiment_in_the_directory_is_refused(tmp_path):

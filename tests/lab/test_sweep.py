@@ -172,7 +172,7 @@ def test_a_job_that_fails_is_tried_again_and_then_is_a_problem_that_is_not_kept(
     assert (tmp_path / f"{jobs[0].name}.attempts").read_text() == "xxx"
 
 
-def test_a_run_that_diverges_does_not_stop_the_others_and_is_not_repeated(tmp_path, capfd):
+def test_a_run_that_diverges_stops_no_other_and_is_repeated_only_without_its_problem_file(tmp_path, capfd):
     jobs = [Job(experiment=tiny(lr=1e18, epochs=2)), Job(experiment=tiny())]
     with Sweeper(runs=tmp_path, processes=1) as sweeper:
         bad, good = sweeper.outcomes(jobs, "")
@@ -181,7 +181,10 @@ def test_a_run_that_diverges_does_not_stop_the_others_and_is_not_repeated(tmp_pa
         assert good.result is not None
         assert good.problem is None
         assert sweeper.outcomes(jobs, "")[0].problem == bad.problem
-    assert len(sessions(tmp_path, jobs[0])) == 1
+        assert len(sessions(tmp_path, jobs[0])) == 1
+        (tmp_path / jobs[0].name / "problem.json").unlink()
+        assert sweeper.outcomes(jobs, "")[0].problem == bad.problem
+    assert len(sessions(tmp_path, jobs[0])) == 2
     assert capfd.readouterr() == ("", "")  # without a console nothing is said
 
 

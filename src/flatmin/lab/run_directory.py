@@ -1,10 +1,11 @@
 """The directory of a run and the files in it.
 
 spec.json, metrics.jsonl, speed.jsonl, label_noise.json, predicted_labels.json, environment.json, result.json,
-tensorboard/, checkpoints/, weights/, measures/.
+problem.json, tensorboard/, checkpoints/, weights/, measures/.
 
 ``metrics.jsonl`` holds only what is the same in every repetition of the run, to the last bit; how fast it went is in
-``speed.jsonl``.
+``speed.jsonl``. ``problem.json`` is what a sweep writes of a run whose loss diverged; sweeps do not try such a run
+again until the file is deleted.
 """
 
 import json

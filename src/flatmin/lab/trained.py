@@ -77,7 +77,10 @@ def with_weights_file(model: Model, runs: Path) -> Model:
     folder = runs / model.checkpoint.removeprefix(RUN_PREFIX) / "checkpoints"
     found = checkpoints(folder) if folder.is_dir() else []
     if not found:
-        raise ModelError(f"model.checkpoint is {model.checkpoint}, but there is no checkpoint in {folder}.")
+        raise ModelError(
+            f"model.checkpoint is {model.checkpoint}, but there is no checkpoint in {folder}. Train that run first, or "
+            "choose the folder it is in with --runs."
+        )
     return replace(model, checkpoint=str(found[0]))
 
 
