@@ -5,13 +5,16 @@ And jobs for sweeps, with what their processes may run instead; those have to be
 
 import json
 import os
+import signal
 import sys
+import time
 from pathlib import Path
 
 from rich.console import Console
 
-from flatmin.lab.engine import InterruptedRun
+from flatmin.lab.data.images import DataError
 from flatmin.lab.jobs import Job
+from flatmin.lab.session import InterruptedRun
 from flatmin.lab.spec import Data, Experiment, Model, Optim
 from flatmin.lab.sweep import run_job, sweep
 from flatmin.lab.sweep_job import Ending
@@ -52,6 +55,24 @@ def tells_threads(job, runs, data_root, checkpoint_seconds):
     runs.mkdir(exist_ok=True)
     (runs / "threads.json").write_text(json.dumps(facts))
     return run_job(job, runs, data_root, checkpoint_seconds)
+
+
+def does_not_stop(job, folder):
+    """Say that it has begun, and heed no SIGTERM."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    (folder / "began").touch()
+    time.sleep(600)
+    return Ending(kind="done")
+
+
+def handles_errors(job, folder):
+    """Take whatever is raised while it reads for a damaged dataset."""
+    try:
+        (folder / "began").touch()
+        time.sleep(600)
+    except RuntimeError as error:
+        return Ending(kind="mistake", error=DataError(f"It is damaged: {error}"))
+    return Ending(kind="done")
 
 
 if __name__ == "__main__":

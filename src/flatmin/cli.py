@@ -23,7 +23,8 @@ from flatmin.lab.checkpoint import StorageError
 from flatmin.lab.data.catalog import DATASETS
 from flatmin.lab.data.images import DataError
 from flatmin.lab.demo import Demo
-from flatmin.lab.engine import CHECKPOINT_SECONDS, DivergedError, InterruptedRun, train
+from flatmin.lab.divergence import DivergedError
+from flatmin.lab.engine import CHECKPOINT_SECONDS, train
 from flatmin.lab.measure_commands import Measure
 from flatmin.lab.models.names import EXAMPLES
 from flatmin.lab.models.weights import ModelError
@@ -31,6 +32,7 @@ from flatmin.lab.papers.foret2021 import ITEMS
 from flatmin.lab.progress import BarListener, JsonListener, write_event
 from flatmin.lab.reproduce import Report, Reproduce
 from flatmin.lab.run_directory import Result, RunError, read_result
+from flatmin.lab.session import InterruptedRun
 from flatmin.lab.shown import find_run, last_metrics, number, table
 from flatmin.lab.spec import Experiment, SpecError
 

@@ -4,14 +4,18 @@ import dataclasses
 import errno
 import json
 import math
+import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from flatmin.lab import checkpoint, engine
+from flatmin.lab import checkpoint, engine, run_directory, session
 from flatmin.lab.checkpoint import StorageError, checkpoints, latest_checkpoint, read_state
 from flatmin.lab.data.digits import load_digits
-from flatmin.lab.engine import DivergedError, train
+from flatmin.lab.divergence import DivergedError
+from flatmin.lab.engine import train
 from flatmin.lab.run_directory import RunDirectory, RunError, read_result
 from flatmin.lab.spec import Data, Experiment, Model, Optim
 from flatmin.lab.steps import Stepper
@@ -153,6 +157,28 @@ def test_the_directory_holds_what_it_should(tmp_path):
     assert read_result(path).history == result.history
 
 
+@pytest.mark.parametrize("checkpoint_seconds", [0.0, 1e9])
+def test_the_time_is_that_of_training_without_evaluation_and_saving(checkpoint_seconds, tmp_path, monkeypatch):
+    slow, passed = 1e6, [0.0]
+
+    def slowly(function):
+        def wrapped(*arguments, **keywords):
+            passed[0] += slow
+            return function(*arguments, **keywords)
+
+        return wrapped
+
+    monkeypatch.setattr(session, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0]))
+    monkeypatch.setattr(engine, "evaluate", slowly(engine.evaluate))
+    monkeypatch.setattr(engine, "save_checkpoint", slowly(engine.save_checkpoint))
+    result = train(small(), runs=tmp_path, checkpoint_seconds=checkpoint_seconds)
+    assert passed[0] >= 4 * slow  # two epochs, the first and the last checkpoint
+    assert 0 < result.time_seconds < slow
+    assert final_state(result)["time_seconds"] == result.time_seconds
+    speeds = [json.loads(line) for line in (result.directory / "speed.jsonl").read_text().splitlines()]
+    assert result.time_seconds == pytest.approx(sum(60 / speed["images_per_second"] for speed in speeds))
+
+
 def test_without_sam_nothing_is_said_of_perturbed_weights(tmp_path):
     line = train(small(epochs=1), runs=tmp_path).metrics
     assert line["perturbed_error"] is None
@@ -268,6 +294,15 @@ def test_two_processes_do_not_work_on_one_run(tmp_path):
         train(small(), runs=tmp_path)
     directory.close()
     train(small(epochs=1), runs=tmp_path)
+
+
+def test_the_documents_name_all_files_of_a_run(tmp_path):
+    path = train(small(), runs=tmp_path).directory
+    written = {f"{p.name}/" if p.is_dir() else p.name for p in path.iterdir()} - {"lock"}
+    docs = (Path(__file__).parents[2] / "docs" / "lab.md").read_text()
+    for name in {*written, "problem.json", "measures/", "weights/", "label_noise.json", "predicted_labels.json"}:
+        assert name in run_directory.__doc__
+        assert f"| `{name}` |" in docs
 
 
 def test_another_experiment_in_the_directory_is_refused(tmp_path):

@@ -26,6 +26,7 @@ from flatmin.lab.report import describe_runs, write_report
 from flatmin.lab.report.figures import _draw_lines, _draw_surfaces, plotly_figure, svg
 from flatmin.lab.report.numbers import interval_text, number_text, p_text
 from flatmin.lab.report.runs import read_run, without_paths
+from flatmin.lab.report.tables import caption
 from flatmin.lab.run_directory import RunError
 from flatmin.lab.statistics import Interval, mean_and_interval
 from report_cases import METHODS, SESSION, claimed_experiment, experiment, findings_with_runs, write_run
@@ -399,6 +400,30 @@ def test_absolute_paths_are_cut_to_their_last_name(text, shown):
 )
 def test_numbers_are_rounded_to_what_their_intervals_allow(mean, half_width, unit, shown):
     assert interval_text(Interval(mean, half_width), unit) == shown
+
+
+@pytest.mark.parametrize(
+    ("units", "shown"),
+    [
+        (("%", None), "t (measured in %)"),
+        ((None, "%"), "t (differences in points)"),
+        (("%", "%"), "t (measured in %, differences in points)"),
+        (("s", "s"), "t (measured in s, differences in s)"),
+        (("", ""), "t"),
+        (("%", "s"), "t"),  # each number says its own
+    ],
+)
+def test_a_caption_says_the_unit_that_all_numbers_have(units, shown):
+    of_cell, of_comparison = units
+    row = []
+    if of_cell is not None:
+        row.append(Cell(measured=Interval(1.0, 0.1), unit=of_cell))
+    if of_comparison is not None:
+        difference = Interval(1.0, 0.1)
+        row.append(
+            Comparison(name="c", difference=difference, p_value=0.5, p_holm=0.5, num_pairs=2, unit=of_comparison)
+        )
+    assert caption(Table(title="t", columns=("x",) * len(row), rows=[row])) == shown
 
 
 def test_numbers_that_are_not_finite_leave_gaps_in_figures():

@@ -1,4 +1,4 @@
-"""Sweeps with real processes, really killed; and the order of jobs with none."""
+"""Sweeps with real processes, really killed."""
 
 import json
 import os
@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 
 import psutil
 import pytest
@@ -15,7 +16,7 @@ from rich.console import Console
 
 import sweep_process
 from flatmin.lab import sweep as sweep_module
-from flatmin.lab import sweep_job, sweep_local
+from flatmin.lab import sweep_job, sweep_local, sweep_schedule
 from flatmin.lab.checkpoint import StorageError, checkpoints
 from flatmin.lab.data.images import DataError
 from flatmin.lab.engine import train
@@ -25,9 +26,10 @@ from flatmin.lab.models.weights import ModelError
 from flatmin.lab.run_directory import RunDirectory, RunError
 from flatmin.lab.session import Interruption
 from flatmin.lab.spec import Model
-from flatmin.lab.sweep import Schedule, Sweeper, run_job, sweep
-from flatmin.lab.sweep_job import Ending
+from flatmin.lab.sweep import Sweeper, run_job, sweep
+from flatmin.lab.sweep_job import Ending, describe_death
 from flatmin.lab.sweep_local import LocalPool, Shares, machine_shares
+from flatmin.lab.sweep_schedule import Schedule
 from flatmin.lab.sweep_table import SweepProgress
 from sweep_process import many_jobs, tiny
 
@@ -170,7 +172,7 @@ def test_a_job_that_fails_is_tried_again_and_then_is_a_problem_that_is_not_kept(
     assert (tmp_path / f"{jobs[0].name}.attempts").read_text() == "xxx"
 
 
-def test_a_run_that_diverges_does_not_stop_the_others_and_is_not_repeated(tmp_path, capfd):
+def test_a_run_that_diverges_stops_no_other_and_is_repeated_only_without_its_problem_file(tmp_path, capfd):
     jobs = [Job(experiment=tiny(lr=1e18, epochs=2)), Job(experiment=tiny())]
     with Sweeper(runs=tmp_path, processes=1) as sweeper:
         bad, good = sweeper.outcomes(jobs, "")
@@ -179,7 +181,10 @@ def test_a_run_that_diverges_does_not_stop_the_others_and_is_not_repeated(tmp_pa
         assert good.result is not None
         assert good.problem is None
         assert sweeper.outcomes(jobs, "")[0].problem == bad.problem
-    assert len(sessions(tmp_path, jobs[0])) == 1
+        assert len(sessions(tmp_path, jobs[0])) == 1
+        (tmp_path / jobs[0].name / "problem.json").unlink()
+        assert sweeper.outcomes(jobs, "")[0].problem == bad.problem
+    assert len(sessions(tmp_path, jobs[0])) == 2
     assert capfd.readouterr() == ("", "")  # without a console nothing is said
 
 
@@ -280,7 +285,7 @@ def test_a_machine_is_divided_by_its_cores_or_by_its_gpus(monkeypatch):
 
 
 def test_a_run_that_another_process_works_on_is_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(sweep_module, "BUSY_SECONDS", 0.1)
+    monkeypatch.setattr(sweep_schedule, "BUSY_SECONDS", 0.1)
     job, console = Job(experiment=tiny()), Console(record=True, width=200)
     directory = RunDirectory(job.experiment, 0, tmp_path)
     directory.open()
@@ -297,6 +302,35 @@ def test_a_run_that_another_process_works_on_is_waited_for(tmp_path, monkeypatch
     assert console.export_text().count("another process works on it") == 1
 
 
+def test_a_process_that_is_killed_while_it_was_to_save_has_not_stopped_but_died(tmp_path):
+    job = Job(experiment=tiny())
+    with LocalPool(partial(sweep_process.does_not_stop, folder=tmp_path), Shares(threads=1, gpus=(None,))) as pool:
+        pool.start(job)
+        wait_for((tmp_path / "began").exists)
+        pool.stop()
+        pool.slots[0].process.kill()
+        ((name, ending),) = wait_for(lambda: pool.ended(0.1))
+    assert name == job.name
+    assert ending == Ending(kind="died", message=describe_death(-signal.SIGKILL))
+
+
+def test_a_process_that_is_stopped_before_it_has_begun_has_nothing_to_save(tmp_path):
+    with LocalPool(partial(sweep_process.does_not_stop, folder=tmp_path), Shares(threads=1, gpus=(None,))) as pool:
+        pool.start(Job(experiment=tiny()))
+        pool.stop()
+        ((_, ending),) = wait_for(lambda: pool.ended(0.1))
+    assert ending.kind == "stopped"
+
+
+def test_a_stop_is_not_taken_for_an_error_that_a_library_handles(tmp_path):
+    with LocalPool(partial(sweep_process.handles_errors, folder=tmp_path), Shares(threads=1, gpus=(None,))) as pool:
+        pool.start(Job(experiment=tiny()))
+        wait_for((tmp_path / "began").exists)
+        pool.stop()
+        ((_, ending),) = wait_for(lambda: pool.ended(0.1))
+    assert ending.kind == "stopped"
+
+
 class Unreadable:
     def __reduce__(self):
         return (int, ("not a number",))
@@ -311,56 +345,6 @@ def test_processes_that_cannot_begin_are_not_started_for_ever(tmp_path, monkeypa
         pytest.raises(RunError, match="if __name__ == "),
     ):
         Schedule({job.name: job}, pool, progress, attempts=5).run(Interruption())
-
-
-class OneAfterTheOther:
-    """A pool without processes, in which a job ends when it is asked for endings; notes what ran beside what."""
-
-    def __init__(self, size):
-        self.size, self.running, self.beside, self.order = size, [], [], []
-
-    def num_free(self):
-        return self.size - len(self.running)
-
-    def start(self, job):
-        self.running.append(job.name)
-        self.order.append(job.name)
-
-    def ended(self, seconds):
-        self.beside.append(set(self.running))
-        return [(self.running.pop(0), Ending(kind="done"))] if self.running else []
-
-
-def run_in_order(jobs, tmp_path, size):
-    by_name = {job.name: job for job in jobs}
-    pool = OneAfterTheOther(size)
-    Schedule(by_name, pool, SweepProgress(by_name, tmp_path, None, ""), attempts=1).run(Interruption())
-    assert sorted(pool.order) == sorted(by_name)
-    return pool
-
-
-def test_long_jobs_are_first(tmp_path):
-    short, long, sam = (Job(experiment=e) for e in (tiny(), tiny(epochs=5), tiny(rho=0.1, epochs=3)))
-    assert run_in_order([short, long, sam], tmp_path, 1).order == [sam.name, long.name, short.name]
-
-
-def test_a_job_begins_only_when_its_first_stage_is_done(tmp_path, monkeypatch):
-    first, second, other = (Job(experiment=tiny(epochs=epochs)) for epochs in (1, 9, 5))
-    needs = {second.name: first.name}
-    monkeypatch.setattr(sweep_module, "prerequisite", lambda job: needs.get(job.name))
-    pool = run_in_order([second, other, first], tmp_path, 3)
-    # 1 + 9 epochs are behind the first stage: it goes before what is longer than itself.
-    assert pool.order == [first.name, other.name, second.name]
-    assert not any({first.name, second.name} <= beside for beside in pool.beside)
-
-
-def test_only_one_job_at_a_time_trains_a_first_stage_that_is_nobody_elses(tmp_path, monkeypatch):
-    jobs = [Job(experiment=tiny(epochs=epochs)) for epochs in (1, 2)]
-    monkeypatch.setattr(sweep_module, "prerequisite", lambda job: "first-stage-seed0")
-    assert all(len(beside) <= 1 for beside in run_in_order(jobs, tmp_path, 2).beside)
-    (tmp_path / "first-stage-seed0").mkdir()
-    (tmp_path / "first-stage-seed0" / "result.json").touch()
-    assert {job.name for job in jobs} in run_in_order(jobs, tmp_path, 2).beside
 
 
 def test_the_table_shows_replicas_epochs_failures_and_the_time_left(tmp_path, monkeypatch):

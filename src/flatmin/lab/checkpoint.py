@@ -95,6 +95,12 @@ def checkpoints(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found, key=lambda item: (item[0], item[1].stat().st_mtime_ns), reverse=True)]
 
 
+def latest_step(folder: Path) -> int:
+    """Return the step of the latest checkpoint by its name alone; 0 if there is none."""
+    steps = [int(match[1]) for path in folder.glob("step-*.pt") if (match := PATTERN.fullmatch(path.name))]
+    return max(steps, default=0)
+
+
 def prepare_folder(folder: Path, needed_bytes: int) -> None:
     """Make a folder and see that it can hold three checkpoints of a size; remove what a killed run left half-written.
 

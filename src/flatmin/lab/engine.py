@@ -8,7 +8,7 @@ example, worker), and a checkpoint between any two steps holds all the rest.
 import signal
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,12 +19,13 @@ from flatmin.lab.data.datasets import Dataset, load_dataset
 from flatmin.lab.data.images import Images
 from flatmin.lab.data.pipeline import Pipeline, epoch_batches
 from flatmin.lab.data.randomness import Purpose, torch_seed
+from flatmin.lab.divergence import DivergedError, remedies
 from flatmin.lab.evaluation import evaluate, what_is_evaluated
 from flatmin.lab.events import tensorboard, write_events
 from flatmin.lab.models.build import build_model, freeze_batch_norm, input_statistics
 from flatmin.lab.run_directory import Metrics, Result, RunDirectory, RunError, is_finished
 from flatmin.lab.schedule import learning_rate
-from flatmin.lab.session import Clock, Interruption, Progress, noted_signals
+from flatmin.lab.session import Clock, InterruptedRun, Interruption, Listener, Progress, noted_signals
 from flatmin.lab.spec import Experiment
 from flatmin.lab.steps import StepMeasured, Stepper
 from flatmin.lab.trained import load_trained, with_weights_file
@@ -32,31 +33,6 @@ from flatmin.lab.workers import Workers, join_workers
 
 CHECKPOINT_SECONDS = 60.0
 GPU_ATTENTION_STEPS = 20  # looking at the loss, or asking the other workers, waits for the device
-
-
-class DivergedError(RuntimeError):
-    """The loss is not a number any more; the message names step, batch and remedies."""
-
-
-class InterruptedRun(RuntimeError):  # noqa: N818  (nothing went wrong)
-    """A signal came; the run was saved and will go on when started again."""
-
-    def __init__(self, signal_number: int, message: str) -> None:
-        super().__init__(message)
-        self.signal_number = signal_number
-
-
-class Listener(Protocol):
-    """Is told how a run goes; called in the leading worker only."""
-
-    def on_start(self, directory: Path, num_steps: int, step: int) -> None:
-        """The run begins, or goes on, at a step."""
-
-    def on_step(self, step: int, num_examples: int, measured: StepMeasured) -> None:
-        """A step was taken, on so many examples over all workers."""
-
-    def on_epoch(self, metrics: Metrics, speed: Metrics) -> None:
-        """An epoch was completed and evaluated."""
 
 
 def train(
@@ -303,15 +279,10 @@ class _Run:
             return
         epoch, number = divmod(bad_step, self.steps_per_epoch)
         examples = epoch_batches(len(self.dataset.train.labels), self.experiment.data, self.seed, epoch)[number]
-        optim = self.experiment.optim
-        advice = [f"a smaller optim.lr than {optim.lr:g}", "optim.warmup_epochs"]
-        advice += [f"a smaller optim.rho than {optim.rho:g}"] if optim.rho > 0 else []
-        advice += ["optim.clip_norm (the reference code has 5.0)"] if optim.clip_norm is None else []
-        advice += ["precision float32"] if self.stepper.precision == "bfloat16" else []
         raise DivergedError(
             f"The loss is no number any more at step {bad_step} (epoch {epoch + 1}, batch {number}, examples "
             f"{', '.join(map(str, examples[:8]))}, ...). The last good checkpoint is kept in "
-            f"{self.directory.checkpoints}. Try {', '.join(advice)}."
+            f"{self.directory.checkpoints}. Try {', '.join(remedies(self.experiment.optim, self.stepper.precision))}."
         )
 
     def _largest(self, *numbers: int) -> list[int]:

@@ -28,8 +28,6 @@ class Inputs:
 
     data_root: Path | None = None
     """The first folder in which datasets are looked for."""
-    download: bool = True
-    """Fetch a dataset that is nowhere, if somebody offers it; else it counts as there."""
     _problems: dict[str, Exception | None] = field(default_factory=dict)
 
     def problems(self, jobs: Iterable[Job]) -> list[Exception]:
@@ -58,7 +56,7 @@ class Inputs:
         root = find(name, self.data_root) if info.marker else Path()
         if root is not None and extra and not (root / SVHN_EXTRA).is_file():
             return DataError(f"{root / SVHN_EXTRA} is missing. {name} needs {info.files} (source: {info.source}).")
-        if root is not None or (info.downloadable and not self.download):
+        if root is not None:
             return None
         try:
             # It is nowhere: this fetches it, or says what to put where. (It is read too, which is little beside that.)

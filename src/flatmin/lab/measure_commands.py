@@ -60,7 +60,7 @@ class MeasureSharpness(Measured):
         from flatmin.lab.measuring import measure_sharpness
 
         keywords: dict[str, Any] = {"rho": self.rho, "m": self.m, "steps": self.steps}
-        return measure_sharpness(trained, folder, num_examples=self.num_examples, **keywords)
+        return measure_sharpness(trained, folder / "sharpness", num_examples=self.num_examples, **keywords)
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class MeasureSpectrum(Measured):
         from flatmin.lab.measuring import measure_spectrum
 
         keywords = {"num_eigenvalues": self.num_eigenvalues, "steps": self.steps, "probes": self.probes}
-        return measure_spectrum(trained, folder, num_examples=self.num_examples, **keywords)
+        return measure_spectrum(trained, folder / "spectrum", num_examples=self.num_examples, **keywords)
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,9 @@ class MeasureLandscape(Measured):
         """Measure it."""
         from flatmin.lab.measuring import measure_landscape
 
-        return measure_landscape(trained, folder, span=self.span, points=self.points, num_examples=self.num_examples)
+        return measure_landscape(
+            trained, folder / "landscape", span=self.span, points=self.points, num_examples=self.num_examples
+        )
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ class MeasureBound(Measured):
         """Measure it."""
         from flatmin.lab.measuring import measure_bound
 
-        return measure_bound(trained, folder, rho=self.rho, delta=self.delta, num_examples=self.num_examples)
+        return measure_bound(trained, folder / "bound", rho=self.rho, delta=self.delta, num_examples=self.num_examples)
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,20 @@
-"""Measures of a run's network, written beside the run: what ``flatmin measure`` does."""
+"""Measures of a run's network, written beside the run: what ``flatmin measure`` does, and sweeps.
+
+Every measure is given a target, the path of its files without their suffixes: facts become its JSON file, and pictures
+are beside it.
+"""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 
+from flatmin.lab.checkpoint import StorageError
 from flatmin.lab.fields import SpecError
 from flatmin.lab.jobs import Facts, Measurement
+from flatmin.lab.run_directory import write_whole
 from flatmin.lab.trained import Trained, load_trained
 from flatmin.measures import (
     HessianOperator,
@@ -25,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def measure_sharpness(
-    trained: Trained, folder: Path, *, rho: float, m: int | None, steps: int, num_examples: int | None
+    trained: Trained, target: Path, *, rho: float, m: int | None, steps: int, num_examples: int | None
 ) -> Facts:
     """Measure m-sharpness on training examples (Section 4.1)."""
     data = trained.training_batches(num_examples)
@@ -39,11 +45,11 @@ def measure_sharpness(
         "steps": steps,
         "num_examples": int(found.sizes.sum()),
     }
-    return _written(folder, "sharpness", facts, found.plot)
+    return _written(target, facts, found.plot)
 
 
 def measure_spectrum(
-    trained: Trained, folder: Path, *, num_eigenvalues: int, steps: int, probes: int, num_examples: int | None
+    trained: Trained, target: Path, *, num_eigenvalues: int, steps: int, probes: int, num_examples: int | None
 ) -> Facts:
     """Measure the largest eigenvalues and the density of the Hessian of the training loss (Section 4.2)."""
     data = trained.training_batches(num_examples)
@@ -60,30 +66,29 @@ def measure_spectrum(
         "weights": density.weights.tolist(),
         "num_examples": sum(len(labels) for _, labels in data),
     }
-    return _written(folder, "spectrum", facts, density.plot)
+    return _written(target, facts, density.plot)
 
 
-def measure_landscape(trained: Trained, folder: Path, *, span: float, points: int, num_examples: int | None) -> Facts:
+def measure_landscape(trained: Trained, target: Path, *, span: float, points: int, num_examples: int | None) -> Facts:
     """Measure the loss on a plane through the weights (Figure 1); a killed grid goes on where it stopped."""
-    folder.mkdir(parents=True, exist_ok=True)
     found = loss_landscape(
         trained.network,
         F.cross_entropy,
         trained.training_batches(num_examples),
         span=span,
         points=points,
-        cache=folder / "landscape.cache",
+        cache=target.with_suffix(".cache"),
     )
-    found.save_html(folder / "landscape.html")
+    found.save_html(target.with_suffix(".html"))
     facts = {
         "coordinates": found.coordinates.tolist(),
         "loss": found.loss.tolist(),
         "accuracy": found.accuracy.tolist(),
     }
-    return _written(folder, "landscape", facts, found.plot)
+    return _written(target, facts, found.plot)
 
 
-def measure_bound(trained: Trained, folder: Path, *, rho: float, delta: float, num_examples: int | None) -> Facts:
+def measure_bound(trained: Trained, target: Path, *, rho: float, delta: float, num_examples: int | None) -> Facts:
     """Estimate the PAC-Bayes bound on the 0-1 error, term by term (Appendix A)."""
     data = trained.training_batches(num_examples)
     found = pac_bayes_bound(trained.network, F.cross_entropy, data, rho=rho, delta=delta, metric="error")
@@ -102,10 +107,10 @@ def measure_bound(trained: Trained, folder: Path, *, rho: float, delta: float, n
         "rho": rho,
         "delta": delta,
     }
-    return _written(folder, "bound", facts, found.plot)
+    return _written(target, facts, found.plot)
 
 
-def measure_cosine(trained: Trained, folder: Path, *, rho: float | None, num_examples: int) -> Facts:
+def measure_cosine(trained: Trained, target: Path, *, rho: float | None, num_examples: int) -> Facts:
     """Measure the cosine of SAM's first- and second-order updates on one training batch (Appendix C.4).
 
     The network is in evaluation mode, as for all measures: batch norm normalises with its running statistics.
@@ -113,7 +118,7 @@ def measure_cosine(trained: Trained, folder: Path, *, rho: float | None, num_exa
     batch = trained.training_batches(num_examples, batch_size=num_examples)[0]
     radius = trained.experiment.optim.rho if rho is None else rho
     cosine = sam_update_cosine(trained.network, F.cross_entropy, batch, rho=radius)
-    return _written(folder, "cosine", {"cosine": cosine, "rho": radius, "num_examples": len(batch[1])})
+    return _written(target, {"cosine": cosine, "rho": radius, "num_examples": len(batch[1])})
 
 
 # What each kind of measurement calls, and the settings it has where nothing else is said.
@@ -144,23 +149,32 @@ def measurement_settings(measurement: Measurement) -> Facts:
     return defaults | given
 
 
-def measured_facts(run: Path, measurement: Measurement, data_root: Path | None = None) -> Facts:
-    """Measure a run's network; pictures go into a folder of this measurement's own, in RUN/measures.
+def measure_run(run: Path, measurements: Sequence[Measurement], data_root: Path | None = None) -> None:
+    """Measure a run's network; facts and pictures go into RUN/measures, under each measurement's own name.
+
+    The dataset is read once for all of them, and the weights of each epoch once.
 
     Raises:
         SpecError: there is no such measure, or it has no such setting.
         RunError: there is no run, it has no whole checkpoint, or it has not kept the weights of that epoch.
         DataError: the dataset is missing or damaged.
+        StorageError: what was found cannot be written.
     """
-    settings = measurement_settings(measurement)
-    folder = run / "measures" / measurement.file_name().removesuffix(".json")
-    trained = load_trained(run, data_root=data_root, epoch=measurement.epoch)
-    return MEASURES[measurement.kind][0](trained, folder, **settings)
+    trained: Trained | None = None
+    for epoch in dict.fromkeys(measurement.epoch for measurement in measurements):
+        trained = load_trained(run, data_root=data_root, epoch=epoch) if trained is None else trained.at_epoch(epoch)
+        for measurement in measurements:
+            if measurement.epoch == epoch:
+                target = run / "measures" / measurement.file_name().removesuffix(".json")
+                MEASURES[measurement.kind][0](trained, target, **measurement_settings(measurement))
 
 
-def _written(folder: Path, name: str, facts: Facts, plot: Callable[[], "Figure"] | None = None) -> Facts:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps(facts, indent=2) + "\n")
-    if plot is not None:
-        plot().savefig(folder / f"{name}.svg")
+def _written(target: Path, facts: Facts, plot: Callable[[], "Figure"] | None = None) -> Facts:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if plot is not None:
+            plot().savefig(target.with_suffix(".svg"))
+    except OSError as error:
+        raise StorageError(f"{target.parent} cannot be written to: {error}.") from error
+    write_whole(target.with_suffix(".json"), json.dumps(facts, indent=2) + "\n")  # last: where it is, all is
     return facts

@@ -1,10 +1,11 @@
 """The directory of a run and the files in it.
 
 spec.json, metrics.jsonl, speed.jsonl, label_noise.json, predicted_labels.json, environment.json, result.json,
-tensorboard/, checkpoints/, weights/, measures/.
+problem.json, tensorboard/, checkpoints/, weights/, measures/.
 
 ``metrics.jsonl`` holds only what is the same in every repetition of the run, to the last bit; how fast it went is in
-``speed.jsonl``.
+``speed.jsonl``. ``problem.json`` is what a sweep writes of a run whose loss diverged; sweeps do not try such a run
+again until the file is deleted.
 """
 
 import json
@@ -130,9 +131,9 @@ class RunDirectory:
         write_whole(path, json.dumps({"sessions": [*sessions, environment() | facts]}, indent=2) + "\n")
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
-        """Write a file of what else became known of the run; its name may be in a folder."""
+        """Write a file of what else became known of the run, which need not have begun."""
         try:
-            (self.path / name).parent.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise StorageError(f"{self.path / name} cannot be written: {error}.") from error
         write_whole(self.path / name, json.dumps(content, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""A session of a run: where it stands, its clock, and the signals that may end it."""
+"""A session of a run: where it stands, who is told, its clock, and the signals that may end it."""
 
 import json
 import signal
@@ -7,12 +7,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from flatmin.lab.run_directory import Metrics
+from flatmin.lab.steps import StepMeasured
 from flatmin.lab.workers import Workers
 
 
@@ -55,21 +57,35 @@ class Progress:
         )
 
 
+class Listener(Protocol):
+    """Is told how a run goes; called in the leading worker only."""
+
+    def on_start(self, directory: Path, num_steps: int, step: int) -> None:
+        """The run begins, or goes on, at a step."""
+
+    def on_step(self, step: int, num_examples: int, measured: StepMeasured) -> None:
+        """A step was taken, on so many examples over all workers."""
+
+    def on_epoch(self, metrics: Metrics, speed: Metrics) -> None:
+        """An epoch was completed and evaluated."""
+
+
 class Clock:
     """Measures the time of training, without that of evaluation and saving, and knows when to save again."""
 
     def __init__(self, checkpoint_seconds: float) -> None:
         self.checkpoint_seconds, self.saved_at = checkpoint_seconds, time.monotonic()
-        self.num_examples, self.epoch_seconds, self.started_at = 0, 0.0, 0.0
+        self.num_examples, self.epoch_seconds = 0, 0.0
+        self.started_at: float | None = None  # None: it stands still
 
     def start(self) -> None:
         """Begin an epoch."""
         self.num_examples, self.epoch_seconds, self.started_at = 0, 0.0, time.monotonic()
 
     def stop(self) -> float:
-        """Return the seconds since the start or the last stop."""
-        now = time.monotonic()
-        seconds, self.started_at = now - self.started_at, now
+        """Stand still; return the seconds since the clock began to go, 0 if it stood still already."""
+        seconds = 0.0 if self.started_at is None else time.monotonic() - self.started_at
+        self.started_at = None
         self.epoch_seconds += seconds
         return seconds
 
@@ -85,6 +101,14 @@ class Clock:
     def examples_per_second(self) -> float:
         """The speed of this session's part of the epoch."""
         return self.num_examples / self.epoch_seconds
+
+
+class InterruptedRun(RuntimeError):  # noqa: N818  (nothing went wrong)
+    """A signal came; the run was saved and will go on when started again."""
+
+    def __init__(self, signal_number: int, message: str) -> None:
+        super().__init__(message)
+        self.signal_number = signal_number
 
 
 @dataclass

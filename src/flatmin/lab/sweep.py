@@ -4,9 +4,6 @@ All that a sweep knows is in the folder of runs. It may be killed at any time, a
 """
 
 import dataclasses
-import signal
-import time
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -14,21 +11,20 @@ from typing import Literal
 
 from rich.console import Console
 
-from flatmin.lab.engine import CHECKPOINT_SECONDS, InterruptedRun
+from flatmin.lab.engine import CHECKPOINT_SECONDS
 from flatmin.lab.fields import SpecError
 from flatmin.lab.jobs import Job, Outcome, read_outcome
 from flatmin.lab.measuring import measurement_settings
-from flatmin.lab.session import Interruption, noted_signals
-from flatmin.lab.sweep_job import Ending, Pool, run_job
+from flatmin.lab.session import noted_signals
+from flatmin.lab.sweep_job import Pool, run_job
 from flatmin.lab.sweep_local import LocalPool, machine_shares
-from flatmin.lab.sweep_table import SweepProgress, passes
+from flatmin.lab.sweep_schedule import Schedule
+from flatmin.lab.sweep_table import SweepProgress
 
-__all__ = ["Engine", "Sweeper", "prerequisite", "run_job", "sweep"]
+__all__ = ["Engine", "Sweeper", "run_job", "sweep"]
 
 Engine = Literal["local", "ray"]
 ATTEMPTS = 3
-POLL_SECONDS = 0.25
-BUSY_SECONDS = 2.0  # until a run that another process works on is tried again
 
 
 def sweep(
@@ -48,8 +44,9 @@ def sweep(
     """Run all jobs that are not complete, several at a time, and return what came of each.
 
     Jobs with the same name are one run, of which is measured what any of them asks for. A process that dies costs the
-    time since its last checkpoint. A loss that diverged, or a job that failed at each attempt, becomes the problem of
-    its outcome, and the others go on; the next sweep tries the failed ones again, but not the diverged ones.
+    time since its last checkpoint; its job is started anew as long as it gains ground. A loss that diverged, or a job
+    that failed at each attempt, becomes the problem of its outcome, and the others go on; the next sweep tries the
+    failed ones again, but not the diverged ones.
 
     Args:
         jobs: what to run and to measure.
@@ -59,7 +56,7 @@ def sweep(
         address: of an existing Ray cluster; if None, RAY_ADDRESS, or else a cluster on this machine.
         processes: how many jobs at once; 0 is one for each GPU, or as many as there are cores for.
         threads: of each job; 0 is one, or with GPUs an equal share of this machine's cores (with Ray always one).
-        attempts: how often a job is tried that fails or whose process dies.
+        attempts: how often a job is tried that fails, or whose process dies, before it has saved anything new.
         checkpoint_seconds: how long a job trains, at most, before it saves.
         console: where progress is shown; nowhere if None.
         what: one line for people, above the progress.
@@ -70,7 +67,7 @@ def sweep(
     Raises:
         SpecError, DataError, ModelError, StorageError: the user's to mend; other jobs have saved and stopped.
         RunError: the processes or the cluster cannot be had.
-        InterruptedRun: SIGTERM or Ctrl-C came; everything is saved.
+        InterruptedRun: SIGTERM or Ctrl-C came; the message says what is saved.
     """
     with Sweeper(
         runs=runs,
@@ -184,106 +181,6 @@ def unite(jobs: Sequence[Job]) -> dict[str, Job]:
     return united
 
 
-def prerequisite(job: Job) -> str | None:
-    """Return the name of the run that a job needs first: with bootstrapping, the one whose predictions it learns."""
-    return job.experiment.first_stage().run_name(job.seed) if job.experiment.data.bootstrap else None
-
-
 def _outcome(job: Job, runs: Path, failures: dict[str, str]) -> Outcome:
     outcome = read_outcome(job, runs)
     return outcome if outcome.complete else dataclasses.replace(outcome, problem=failures.get(job.name), final=False)
-
-
-class Schedule:
-    """Which job is next, and what follows from how one ended."""
-
-    def __init__(self, jobs: dict[str, Job], pool: Pool, progress: SweepProgress, attempts: int) -> None:
-        self.pool, self.progress, self.attempts = pool, progress, attempts
-        self.needs = {name: prerequisite(job) for name, job in jobs.items()}
-        # Long ones first, so that no core waits at the end; with one counts what can begin only after it.
-        length = {name: passes(job) for name, job in jobs.items()}
-        for name, need in self.needs.items():
-            if need in length:
-                length[need] = max(length[need], passes(jobs[need]) + length[name])
-        self.waiting = {name: jobs[name] for name in sorted(jobs, key=lambda name: -length[name])}
-        self.running: dict[str, Job] = {}
-        self.failures: dict[str, str] = {}
-        self.num_attempts: Counter[str] = Counter()
-        self.not_before: dict[str, float] = {}
-        self.mistake: Exception | None = None
-
-    def run(self, interruption: Interruption) -> dict[str, str]:
-        """Run all jobs; return, by name, why some of them failed."""
-        while self.waiting or self.running:
-            if interruption.signal_number or self.mistake is not None:
-                self._stop(interruption.signal_number)
-            while self.pool.num_free() > 0 and (name := self._next()) is not None:
-                self.running[name] = self.waiting.pop(name)
-                self.progress.started(name)
-                self.pool.start(self.running[name])
-            for name, ending in self.pool.ended(POLL_SECONDS):
-                self._note(name, ending)
-        if self.mistake is not None:
-            raise self.mistake
-        return self.failures
-
-    def _next(self) -> str | None:
-        now = time.monotonic()
-        for name in self.waiting:
-            if now >= self.not_before.get(name, 0.0) and not self._must_wait_for(self.needs[name]):
-                return name
-        return None
-
-    def _must_wait_for(self, need: str | None) -> bool:
-        if need is None:
-            return False
-        # A job whose first stage is not in the list trains it by itself: only one at a time may.
-        trains_it = any(self.needs[name] == need for name in self.running) and not self._is_trained(need)
-        return need in self.waiting or need in self.running or trains_it
-
-    def _is_trained(self, name: str) -> bool:
-        return (self.progress.runs / name / "result.json").exists()
-
-    def _note(self, name: str, ending: Ending) -> None:
-        job = self.running.pop(name)
-        if ending.kind in ("done", "diverged"):
-            self.progress.ended(name, ending.message or None)
-        elif ending.kind == "mistake":
-            self.mistake = self.mistake or ending.error
-            self.progress.waits(name, None)
-        elif ending.kind == "busy":
-            self.progress.waits(name, "another process works on it; waiting." if name not in self.not_before else None)
-            self.not_before[name] = time.monotonic() + BUSY_SECONDS
-            self.waiting[name] = job
-        elif ending.kind == "stopped":  # by somebody else: asked to stop by us, it would not come here
-            self.progress.waits(name, None)
-            self.waiting[name] = job
-        else:
-            self._note_failure(name, job, ending.message)
-
-    def _note_failure(self, name: str, job: Job, message: str) -> None:
-        self.num_attempts[name] += 1
-        if self.num_attempts[name] < self.attempts:
-            self.progress.waits(name, f"{message} Trying again.")
-            self.waiting[name] = job
-        else:
-            self.failures[name] = f"{message} (attempt {self.num_attempts[name]} of {self.attempts})"
-            self.progress.ended(name, self.failures[name])
-
-    def _stop(self, signal_number: int) -> None:
-        """Let all that are running save, then raise why."""
-        self.pool.stop()
-        while self.running:
-            for name, ending in self.pool.ended(POLL_SECONDS):
-                if ending.kind in ("done", "diverged"):
-                    self._note(name, ending)
-                else:
-                    del self.running[name]
-        if self.mistake is not None:
-            raise self.mistake
-        num_left = sum(state in ("waiting", "running") for state in self.progress.states.values())
-        raise InterruptedRun(
-            signal_number,
-            f"Stopped by {signal.Signals(signal_number).name}; {num_left} of {len(self.progress.jobs)} runs are left. "
-            f"Everything is saved in {self.progress.runs}: run the same command again to go on.",
-        )

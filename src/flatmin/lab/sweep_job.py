@@ -10,12 +10,14 @@ from typing import Literal, Protocol
 
 from flatmin.lab.checkpoint import StorageError
 from flatmin.lab.data.images import DataError
-from flatmin.lab.engine import DivergedError, InterruptedRun, train
+from flatmin.lab.divergence import DivergedError
+from flatmin.lab.engine import train
 from flatmin.lab.fields import SpecError
 from flatmin.lab.jobs import PROBLEM_FILE, Job, read_outcome
-from flatmin.lab.measuring import measured_facts
+from flatmin.lab.measuring import measure_run
 from flatmin.lab.models.weights import ModelError
 from flatmin.lab.run_directory import BusyError, RunDirectory
+from flatmin.lab.session import InterruptedRun
 
 USER_MISTAKES = (SpecError, DataError, ModelError, StorageError)
 
@@ -92,9 +94,7 @@ def _measure_missing(job: Job, runs: Path, data_root: Path | None) -> None:
     directory = RunDirectory(job.experiment, job.seed, runs)
     directory.open()  # two sweeps must not write the same files
     with closing(directory):
-        for measurement in missing:
-            facts = measured_facts(directory.path, measurement, data_root)
-            directory.write_json(f"measures/{measurement.file_name()}", facts)
+        measure_run(directory.path, missing, data_root)
 
 
 def _diverged(job: Job, runs: Path, message: str) -> Ending:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from flatmin.lab.engine import InterruptedRun
 from flatmin.lab.jobs import Job
 from flatmin.lab.run_directory import RunError
 from flatmin.lab.sweep_job import Ending, describe_death
@@ -145,7 +144,7 @@ class LocalPool:
             slot.process.join()
             exit_code, was_ready = slot.process.exitcode, slot.ready
             self._bury(slot)
-            if self.stopped_at:
+            if self.stopped_at and exit_code in (0, -signal.SIGTERM):  # it had not begun, or was done just then
                 return Ending(kind="stopped")
             if not was_ready:
                 self._count_stillbirth(exit_code)
@@ -211,13 +210,21 @@ def _serve(connection: Connection, run: Callable[[Job], Ending], threads: int) -
     try:
         connection.send(None)
         while (job := connection.recv()) is not None:
-            connection.send(run(job))
-    except (InterruptedRun, EOFError, OSError):
+            connection.send(_ending(run, job))
+    except (KeyboardInterrupt, EOFError, OSError):
         return  # nobody listens any more, or nothing is running
 
 
-def _stop(number: int, _: Any) -> None:
-    raise InterruptedRun(number, f"Stopped by {signal.Signals(number).name}.")
+def _ending(run: Callable[[Job], Ending], job: Job) -> Ending:
+    try:
+        return run(job)
+    except KeyboardInterrupt:
+        return Ending(kind="stopped")
+
+
+def _stop(*_: Any) -> None:
+    # No Exception: whoever reads a dataset, say, would take it for one of a damaged file.
+    raise KeyboardInterrupt
 
 
 def _end_with_parent() -> None:

@@ -1,5 +1,6 @@
 """A trained network with its data, read back from the directory of its run, to be measured."""
 
+import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,10 +25,22 @@ RUN_PREFIX = "run:"
 class Trained:
     """A network as its run left it, in evaluation mode, and the dataset it was trained on."""
 
+    directory: Path
+    """Of the run."""
     experiment: Experiment
     network: nn.Module
     dataset: Dataset
     pipeline: Pipeline
+
+    def at_epoch(self, epoch: int | None) -> "Trained":
+        """Return the network as it was after another epoch (the latest if None), with the same dataset.
+
+        Raises:
+            RunError: the run has not kept these weights.
+        """
+        network = copy.deepcopy(self.network)
+        network.load_state_dict(read_state(_saved_weights(self.directory, epoch), torch.device("cpu"))["model"])
+        return replace(self, network=network)
 
     def training_batches(self, num_examples: int | None = None, batch_size: int = 500) -> list[tuple[Tensor, Tensor]]:
         """Return training examples, not augmented, with the labels they were trained with (noise included).
@@ -64,7 +77,10 @@ def with_weights_file(model: Model, runs: Path) -> Model:
     folder = runs / model.checkpoint.removeprefix(RUN_PREFIX) / "checkpoints"
     found = checkpoints(folder) if folder.is_dir() else []
     if not found:
-        raise ModelError(f"model.checkpoint is {model.checkpoint}, but there is no checkpoint in {folder}.")
+        raise ModelError(
+            f"model.checkpoint is {model.checkpoint}, but there is no checkpoint in {folder}. Train that run first, or "
+            "choose the folder it is in with --runs."
+        )
     return replace(model, checkpoint=str(found[0]))
 
 
@@ -104,7 +120,7 @@ def load_trained(path: Path, *, data_root: Path | None = None, epoch: int | None
         seed=0,
         device=device,
     )
-    return Trained(experiment=experiment, network=network, dataset=dataset, pipeline=pipeline)
+    return Trained(directory=path, experiment=experiment, network=network, dataset=dataset, pipeline=pipeline)
 
 
 def _saved_weights(path: Path, epoch: int | None) -> bytes:

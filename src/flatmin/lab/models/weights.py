@@ -68,7 +68,10 @@ def read_weights(path: str) -> dict[str, Tensor]:
         ModelError: the file is missing or damaged, or holds anything but tensors.
     """
     if not Path(path).is_file():
-        raise ModelError(f"model.checkpoint: there is no file {path}.")
+        raise ModelError(
+            f"model.checkpoint: there is no file {path}. Give the path of a file of weights (.safetensors or "
+            "torch's), or run:NAME for those of another run, or leave model.checkpoint out to begin with random ones."
+        )
     try:
         if path.endswith(".safetensors"):
             content: Any = load_file(path)

@@ -74,7 +74,7 @@ class RunRecord:
 
     @property
     def versions(self) -> str:
-        """The version of torch; `all_versions` has the others."""
+        """The version of torch; `session_text` has the others."""
         return f"torch {self._session['torch']}" if self._session.get("torch") else NOTHING
 
     @property

@@ -41,9 +41,15 @@ def padded(row: Sequence[Entry], columns: Sequence[Column]) -> list[Entry]:
 
 
 def caption(table: Table) -> str:
-    """Return the title, with the unit of all measured numbers where they share one."""
+    """Return the title, with the unit of all measured numbers, and of their differences, where they share one."""
     unit = common_unit(table)
-    return f"{table.title} (measured in {unit})" if unit else table.title
+    if not unit:
+        return table.title
+    entries = [entry for row in table.rows for entry in row]
+    units = [f"measured in {unit}"] if any(isinstance(entry, Cell) and entry.measured for entry in entries) else []
+    if any(isinstance(entry, Comparison) for entry in entries):
+        units.append(f"differences in {difference_unit(unit)}")
+    return f"{table.title} ({', '.join(units)})"
 
 
 def values_text(entry: Cell | Comparison) -> str:
