@@ -38,7 +38,8 @@ def collect(source: Path, target: Path) -> None:
     """Copy the small files of the runs that the evidence uses."""
     if source.resolve() == target.resolve():
         raise SystemExit(f"{source} is where the runs go. Give no folder to write the page anew from what is there.")
-    names = {run for found in findings(source) for run in found.runs if (source / run / "spec.json").exists()}
+    asked = {run for found in findings(source) for run in found.runs}
+    names = {run for run in asked if any((source / run / end).exists() for end in ("result.json", "problem.json"))}
     shutil.rmtree(target, ignore_errors=True)
     for name in sorted(names):
         (target / name).mkdir(parents=True)
