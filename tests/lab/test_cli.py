@@ -7,34 +7,15 @@ import urllib.error
 
 import pytest
 
-from flatmin.cli import main
+from cli_cases import QUICK, in_an_empty_folder, run
 from flatmin.lab.data.catalog import DATASETS
 from flatmin.lab.data.images import DataError
 from flatmin.lab.run_directory import read_result
 
-QUICK = [
-    *("train", "--model.name", "cnn-4", "--epochs", "2", "--precision", "float32"),
-    *("--data.train-size", "60", "--data.batch-size", "20", "--optim.rho", "0.1"),
-]
-
 
 @pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("FLATMIN_DATA", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("COLUMNS", "160")
-    monkeypatch.setattr("warnings.showwarning", lambda *a: None)
-
-
-def run(capsys, *arguments):
-    try:
-        code = main(list(arguments))
-    except SystemExit as stopped:  # tyro's, for a command that cannot be parsed, and for --help
-        code = stopped.code
-    captured = capsys.readouterr()
-    assert "Traceback" not in captured.err + captured.out
-    return code, captured.out, captured.err
+def _alone(tmp_path, monkeypatch):
+    in_an_empty_folder(tmp_path, monkeypatch)
 
 
 def test_training_shows_epochs_and_the_result_and_again_returns_at_once(capsys, tmp_path):
