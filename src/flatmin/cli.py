@@ -4,7 +4,6 @@ Exit codes: 0 done; 1 a fault of flatmin; 2 a wrong command, setting, network or
 nothing can be written; 5 the loss diverged; 128 + n stopped by signal n (130 Ctrl-C, 143 SIGTERM), everything saved.
 """
 
-import json
 import os
 import sys
 import warnings
@@ -20,20 +19,17 @@ except ImportError as missing:  # pragma: no cover (the tests have them)
     sys.exit(f"flatmin's command line needs the extra `lab` ({missing.name} is missing): pip install 'flatmin[lab]'")
 
 from flatmin.lab.checkpoint import StorageError
-from flatmin.lab.data.catalog import DATASETS
 from flatmin.lab.data.images import DataError
 from flatmin.lab.demo import Demo
 from flatmin.lab.divergence import DivergedError
 from flatmin.lab.engine import CHECKPOINT_SECONDS, train
 from flatmin.lab.measure_commands import Measure
-from flatmin.lab.models.names import EXAMPLES
 from flatmin.lab.models.weights import ModelError
-from flatmin.lab.papers.foret2021 import ITEMS
 from flatmin.lab.progress import BarListener, JsonListener, write_event
 from flatmin.lab.reproduce import Report, Reproduce
-from flatmin.lab.run_directory import Result, RunError, read_result
+from flatmin.lab.run_directory import Result, RunError
 from flatmin.lab.session import InterruptedRun
-from flatmin.lab.shown import find_run, last_metrics, number, table
+from flatmin.lab.show_commands import List, Show
 from flatmin.lab.spec import Experiment, SpecError
 
 DESCRIPTION = "Sharpness-Aware Minimization: train networks to flat minima, and measure how flat they are."
@@ -56,7 +52,7 @@ class Train:
 
     experiment: Annotated[Experiment, tyro.conf.arg(name="")] = field(default_factory=Experiment)
     seed: int = 0
-    """Initial weights, order, augmentation, random layers."""
+    """Initial weights, order, augmentation, random layers; at least 0."""
     runs: Path = Path("runs")
     """The folder of all runs."""
     data_root: Path | None = None
@@ -88,74 +84,12 @@ class Train:
             console.print(_summary(result))
 
 
-@dataclass(frozen=True)
-class List:
-    """List datasets, networks, tables and figures of the paper, or runs."""
-
-    what: Annotated[Literal["datasets", "models", "items", "runs", "all"], tyro.conf.Positional] = "all"
-    """What to list."""
-    runs: Path = Path("runs")
-    """The folder of all runs."""
-
-    def run(self, console: Console) -> None:
-        """Print the tables."""
-        if self.what in ("datasets", "all"):
-            rows = [(name, info.title, str(info.num_classes)) for name, info in DATASETS.items()]
-            rows.append(("folder:PATH", "class folders: PATH/{train,test}/CLASS/*.jpg", "any"))
-            console.print(table("Datasets", ("name", "what", "classes"), rows))
-        if self.what in ("models", "all"):
-            console.print(table("Networks", ("name", "what"), list(EXAMPLES.items())))
-        if self.what in ("items", "all"):
-            items = [(item.name, item.source, item.title) for item in ITEMS.values()]
-            console.print(table("Tables and figures (flatmin reproduce)", ("name", "where", "what"), items))
-        if self.what in ("runs", "all"):
-            runs = [_run_row(path.parent) for path in sorted(self.runs.glob("*/spec.json"))]
-            columns = ("run", "epochs", "train error", "test error", "time")
-            console.print(table(f"Runs in {self.runs}", columns, runs))
-
-
-@dataclass(frozen=True)
-class Show:
-    """Show a run: what it is, how it went, where it ran."""
-
-    run_name: Annotated[str, tyro.conf.Positional]
-    """The run's directory, or its name (or the beginning of it) in the folder of runs."""
-    runs: Path = Path("runs")
-    """The folder of all runs."""
-    output: Literal["table", "json"] = "table"
-    """table: for people; json: one JSON object, for scripts."""
-
-    def run(self, console: Console) -> None:
-        """Print it."""
-        path = find_run(self.run_name, self.runs)
-        spec, metrics = json.loads((path / "spec.json").read_text()), last_metrics(path)
-        if self.output == "json":
-            environment = path / "environment.json"
-            facts = json.loads(environment.read_text()) if environment.exists() else {}
-            finished = (path / "result.json").exists()
-            write_event("run", {"directory": str(path), "finished": finished, "spec": spec, "metrics": metrics} | facts)
-            return
-        rows = [
-            (f"{part}.{name}", json.dumps(v)) for part in ("data", "model", "optim") for name, v in spec[part].items()
-        ]
-        rows += [(name, json.dumps(value)) for name, value in spec.items() if not isinstance(value, dict)]
-        console.print(table(str(path), ("setting", "value"), rows))
-        console.print(table("Last epoch", ("metric", "value"), [(n, number(v)) for n, v in metrics.items()]))
-
-
 def _summary(result: Result) -> str:
     errors = [f"{name} error {100 * (result.metrics.get(f'{name}_error') or 0.0):.2f} %" for name in ("valid", "test")]
     errors = errors if "valid_error" in result.metrics else errors[1:]
-    return f"{result.directory}: {', '.join(errors)} after {len(result.history)} epochs, {result.time_seconds:.0f} s"
-
-
-def _run_row(path: Path) -> tuple[str, ...]:
-    if (path / "result.json").exists():
-        result = read_result(path)
-        time, metrics = f"{result.time_seconds:.0f} s", result.metrics
-    else:
-        time, metrics = "unfinished", last_metrics(path)
-    return (path.name, *(number(metrics.get(name)) for name in ("epoch", "train_error", "test_error")), time)
+    num = len(result.history)
+    epochs = f"{num} epoch{'s' if num > 1 else ''}"
+    return f"{result.directory}: {', '.join(errors)} after {epochs}, {result.time_seconds:.0f} s"
 
 
 COMMANDS: dict[str, Any] = {

@@ -19,6 +19,7 @@ from flatmin.lab.data.pipeline import Pipeline
 from flatmin.lab.data.randomness import Purpose, torch_seed
 from flatmin.lab.engine import train
 from flatmin.lab.models.build import build_model
+from flatmin.lab.run_directory import RunError
 from flatmin.lab.spec import Data, Experiment, Model, Optim
 
 EXPERIMENT = Experiment(
@@ -78,6 +79,11 @@ def test_two_workers_with_an_eps_each_equal_one_process_with_m_half_the_batch(tw
     whole = train(dataclasses.replace(EXPERIMENT), runs=tmp_path)  # one eps for the whole batch is another thing
     other = final_weights(whole.directory)
     assert not all(torch.allclose(found[name], other[name], rtol=2e-3, atol=2e-4) for name in other)
+
+
+def test_the_result_of_two_workers_is_not_returned_to_one_process(two_workers):
+    with pytest.raises(RunError, match="was trained by 2 workers, and here is 1 worker"):
+        train(EXPERIMENT, runs=two_workers.parent)
 
 
 def test_a_worker_that_is_killed_is_restarted_from_the_last_checkpoint(two_workers, tmp_path):

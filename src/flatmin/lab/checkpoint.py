@@ -62,8 +62,12 @@ def keep_weights(folder: Path, epoch: int, state: dict[str, Any]) -> Path:
 
 def kept_weights(folder: Path, epoch: int) -> bytes | None:
     """Return the weights after an epoch, whole and as they were written, or None."""
-    found = ((path, path.read_bytes()) for path in sorted(folder.glob(f"epoch-{epoch:06d}-*.pt")))
-    return next((content for path, content in found if _is_content_of(path, content)), None)
+    return _read_whole(folder, f"epoch-{epoch:06d}")
+
+
+def checkpoint_of(folder: Path, step: int) -> bytes | None:
+    """Return the checkpoint after a step, whole and as it was written, or None."""
+    return _read_whole(folder, f"step-{step:08d}")
 
 
 def latest_checkpoint(folder: Path) -> bytes | None:
@@ -139,6 +143,11 @@ def _write_state(folder: Path, stem: str, state: dict[str, Any]) -> Path:
         temporary.unlink(missing_ok=True)
         raise
     return path
+
+
+def _read_whole(folder: Path, stem: str) -> bytes | None:
+    found = ((path, path.read_bytes()) for path in sorted(folder.glob(f"{stem}-*.pt")))
+    return next((content for path, content in found if _is_content_of(path, content)), None)
 
 
 def _is_content_of(path: Path, content: bytes) -> bool:

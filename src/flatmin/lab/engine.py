@@ -85,7 +85,7 @@ def _train(
     with ExitStack() as stack:
         directory = RunDirectory(experiment, seed, runs)
         if workers.leads:
-            directory.open()
+            directory.open(workers.count)
             stack.callback(directory.close)
         workers.wait()
         finished = directory.result()

@@ -51,6 +51,20 @@ def plain(spec: Any, *, leave_defaults_out: bool = False) -> dict[str, Any]:
     return tree
 
 
+def finite(tree: Any) -> Any:
+    """Return what goes into JSON with null for every number that JSON does not have.
+
+    Example:
+        >>> finite({"loss": [0.5, math.inf], "error": math.nan})
+        {'loss': [0.5, None], 'error': None}
+    """
+    if isinstance(tree, dict):
+        return {name: finite(value) for name, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [finite(value) for value in tree]
+    return None if isinstance(tree, float) and not math.isfinite(tree) else tree
+
+
 def conform(spec: Any) -> None:
     """Check the type of every field; 1 becomes 1.0 where a float is meant, so that both are one run."""
     for name, hint in get_type_hints(type(spec)).items():

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,5 +100,15 @@ def read_outcome(job: Job, runs: Path) -> Outcome:
     if not (path / "result.json").exists():
         return Outcome(job=job)
     files = {m: path / "measures" / m.file_name() for m in job.measurements}
-    measured = {m: json.loads(file.read_text()) for m, file in files.items() if file.exists()}
+    measured = {m: _read_facts(file) for m, file in files.items() if file.exists()}
     return Outcome(job=job, result=read_result(path), measured=measured)
+
+
+def _read_facts(file: Path) -> Facts:
+    facts: Facts = json.loads(file.read_text())
+    return {name: _numbers(value) if isinstance(value, list) else value for name, value in facts.items()}
+
+
+def _numbers(values: list[Any]) -> list[Any]:
+    """Return a curve or a grid with NaN for null, which is how JSON says that a loss was no number."""
+    return [_numbers(v) if isinstance(v, list) else math.nan if v is None else v for v in values]

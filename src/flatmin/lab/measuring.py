@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch.nn.functional as F
 
 from flatmin.lab.checkpoint import StorageError
-from flatmin.lab.fields import SpecError
+from flatmin.lab.fields import SpecError, finite
 from flatmin.lab.jobs import Facts, Measurement
 from flatmin.lab.run_directory import write_whole
 from flatmin.lab.trained import Trained, load_trained
@@ -45,7 +45,7 @@ def measure_sharpness(
         "steps": steps,
         "num_examples": int(found.sizes.sum()),
     }
-    return _written(target, facts, found.plot)
+    return _written(target, _weights(trained) | facts, found.plot)
 
 
 def measure_spectrum(
@@ -66,26 +66,34 @@ def measure_spectrum(
         "weights": density.weights.tolist(),
         "num_examples": sum(len(labels) for _, labels in data),
     }
-    return _written(target, facts, density.plot)
+    return _written(target, _weights(trained) | facts, density.plot)
 
 
 def measure_landscape(trained: Trained, target: Path, *, span: float, points: int, num_examples: int | None) -> Facts:
     """Measure the loss on a plane through the weights (Figure 1); a killed grid goes on where it stopped."""
+    data = trained.training_batches(num_examples)
     found = loss_landscape(
         trained.network,
         F.cross_entropy,
-        trained.training_batches(num_examples),
+        data,
         span=span,
         points=points,
         cache=target.with_suffix(".cache"),
     )
     found.save_html(target.with_suffix(".html"))
+    centre = float(found.loss[points // 2, points // 2])
     facts = {
+        "loss_at_centre": centre,
+        "highest_loss": float(found.loss.max()),
+        "mean_rise": float((found.loss - centre).sum() / (points**2 - 1)),
+        "span": span,
+        "points": points,
+        "num_examples": sum(len(labels) for _, labels in data),
         "coordinates": found.coordinates.tolist(),
         "loss": found.loss.tolist(),
         "accuracy": found.accuracy.tolist(),
     }
-    return _written(target, facts, found.plot)
+    return _written(target, _weights(trained) | facts, found.plot)
 
 
 def measure_bound(trained: Trained, target: Path, *, rho: float, delta: float, num_examples: int | None) -> Facts:
@@ -107,7 +115,7 @@ def measure_bound(trained: Trained, target: Path, *, rho: float, delta: float, n
         "rho": rho,
         "delta": delta,
     }
-    return _written(target, facts, found.plot)
+    return _written(target, _weights(trained) | facts, found.plot)
 
 
 def measure_cosine(trained: Trained, target: Path, *, rho: float | None, num_examples: int) -> Facts:
@@ -118,7 +126,8 @@ def measure_cosine(trained: Trained, target: Path, *, rho: float | None, num_exa
     batch = trained.training_batches(num_examples, batch_size=num_examples)[0]
     radius = trained.experiment.optim.rho if rho is None else rho
     cosine = sam_update_cosine(trained.network, F.cross_entropy, batch, rho=radius)
-    return _written(target, {"cosine": cosine, "rho": radius, "num_examples": len(batch[1])})
+    facts = {"cosine": cosine, "rho": radius, "num_examples": len(batch[1])}
+    return _written(target, _weights(trained) | facts)
 
 
 # What each kind of measurement calls, and the settings it has where nothing else is said.
@@ -169,6 +178,10 @@ def measure_run(run: Path, measurements: Sequence[Measurement], data_root: Path 
                 MEASURES[measurement.kind][0](trained, target, **measurement_settings(measurement))
 
 
+def _weights(trained: Trained) -> Facts:
+    return {"epoch": trained.origin.epoch, "step": trained.origin.step}
+
+
 def _written(target: Path, facts: Facts, plot: Callable[[], "Figure"] | None = None) -> Facts:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -176,5 +189,5 @@ def _written(target: Path, facts: Facts, plot: Callable[[], "Figure"] | None = N
             plot().savefig(target.with_suffix(".svg"))
     except OSError as error:
         raise StorageError(f"{target.parent} cannot be written to: {error}.") from error
-    write_whole(target.with_suffix(".json"), json.dumps(facts, indent=2) + "\n")  # last: where it is, all is
+    write_whole(target.with_suffix(".json"), json.dumps(finite(facts), indent=2) + "\n")  # last: where it is, all is
     return facts

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from flatmin.lab.fields import finite
 from flatmin.lab.run_directory import Metrics
 from flatmin.lab.steps import StepMeasured
 
@@ -79,7 +80,7 @@ class JsonListener:
 
 def write_event(event: str, content: dict[str, Any]) -> None:
     """Write one JSON line to standard output."""
-    sys.stdout.write(json.dumps({"event": event, **content}) + "\n")
+    sys.stdout.write(json.dumps({"event": event, **finite(content)}) + "\n")
     sys.stdout.flush()
 
 

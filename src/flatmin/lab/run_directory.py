@@ -1,7 +1,7 @@
 """The directory of a run and the files in it.
 
 spec.json, metrics.jsonl, speed.jsonl, label_noise.json, predicted_labels.json, environment.json, result.json,
-problem.json, tensorboard/, checkpoints/, weights/, measures/.
+problem.json, tensorboard/, checkpoints/, weights/, measures/, lock.
 
 ``metrics.jsonl`` holds only what is the same in every repetition of the run, to the last bit; how fast it went is in
 ``speed.jsonl``. ``problem.json`` is what a sweep writes of a run whose loss diverged; sweeps do not try such a run
@@ -10,23 +10,23 @@ again until the file is deleted.
 
 import json
 import os
-import platform
-import subprocess
-import sys
-import time
+import shutil
+import warnings
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
 
-import torch
-
-import flatmin
 from flatmin.lab.checkpoint import StorageError
-from flatmin.lab.spec import Experiment
+from flatmin.lab.environment import PACKAGES as PACKAGES
+from flatmin.lab.environment import environment
+from flatmin.lab.spec import Experiment, SpecError
 
 Metrics = dict[str, float | int | None]
-PACKAGES = ("torch", "torchvision", "timm", "numpy", "scipy")
+REMEDIES = {
+    "spec.json": "Delete it and run the training command again: it is written anew.",
+    "result.json": "Delete it and run the training command again: it is made anew from the last checkpoint.",
+    "environment.json": "Delete it: what it said of earlier sessions is lost, the run is not.",
+}
 
 
 class RunError(RuntimeError):
@@ -35,6 +35,14 @@ class RunError(RuntimeError):
 
 class BusyError(RunError):
     """Another process works on the run."""
+
+
+class DamagedError(RunError):
+    """A file of a run cannot be read; the message names it and the remedy."""
+
+    def __init__(self, path: Path, why: object) -> None:
+        super().__init__(f"{path} is damaged ({why}). {REMEDIES[path.name]}")
+        self.path = path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,13 +81,17 @@ class RunDirectory:
         """Where weights along training are kept, if they are."""
         return self.path / "weights"
 
-    def open(self) -> None:
+    def open(self, num_workers: int | None = None) -> None:
         """Take the directory for this process and write the spec, or see that it is the one already there.
+
+        Args:
+            num_workers: how many are about to train; None if nobody is.
 
         Raises:
             StorageError: it cannot be written to.
             BusyError: another process works on it.
-            RunError: another experiment is in it.
+            RunError: another experiment is in it, or the result of another number of workers.
+            DamagedError: one of its files cannot be read.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -88,6 +100,8 @@ class RunDirectory:
                 self._check_spec()
             else:
                 write_whole(self.path / "spec.json", self.experiment.to_json())
+            if num_workers is not None:
+                self._check_workers(num_workers)
         except RunError:
             self.close()
             raise
@@ -98,8 +112,10 @@ class RunDirectory:
             ) from error
 
     def close(self) -> None:
-        """Let other processes have the directory."""
+        """Let other processes have the directory; one in which nothing was begun is removed."""
         if self._lock is not None:
+            if {path.name for path in self.path.glob("*")} <= {"lock", "spec.json"}:
+                shutil.rmtree(self.path, ignore_errors=True)
             self._lock.close()
             self._lock = None
 
@@ -126,9 +142,8 @@ class RunDirectory:
 
     def add_environment(self, facts: dict[str, Any]) -> None:
         """Record where a session of the run takes place: versions, hardware, commit."""
-        path = self.path / "environment.json"
-        sessions = json.loads(path.read_text())["sessions"] if path.exists() else []
-        write_whole(path, json.dumps({"sessions": [*sessions, environment() | facts]}, indent=2) + "\n")
+        sessions = [*read_sessions(self.path), environment() | facts]
+        write_whole(self.path / "environment.json", json.dumps({"sessions": sessions}, indent=2) + "\n")
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
         """Write a file of what else became known of the run, which need not have begun."""
@@ -153,12 +168,33 @@ class RunDirectory:
         )
 
     def _check_spec(self) -> None:
-        found = Experiment.from_json((self.path / "spec.json").read_text())
-        if found.run_hash() != self.experiment.run_hash():
+        if read_spec(self.path).run_hash() != self.experiment.run_hash():
             raise RunError(
                 f"{self.path} belongs to another experiment: its spec.json is not the one asked for. A default "
                 "may have changed since. Move the directory away, or choose another folder with --runs."
             )
+
+    def _check_workers(self, count: int) -> None:
+        """Refuse the result of another number of workers; an unfinished run may go on with another number."""
+        earlier = {session["num_workers"] for session in read_sessions(self.path) if "num_workers" in session}
+        if earlier <= {count}:
+            return
+        before, now = " and ".join(map(_workers, sorted(earlier))), _workers(count)
+        if not is_finished(self.path):
+            warnings.warn(f"{self.path} was begun by {before} and goes on with {now}.", stacklevel=2)
+        elif count not in earlier:
+            # Batch norm sees the examples of one worker together, and with SAM they share an eps.
+            number = max(earlier)
+            same = f"with torchrun --nproc-per-node {number}" if number > 1 else "without torchrun"
+            raise RunError(
+                f"{self.path} was trained by {before}, and here {'is' if count == 1 else 'are'} {now}: that is another "
+                f"experiment. For the result that is there run the same command {same}; to train anew choose another "
+                "folder with --runs."
+            )
+
+
+def _workers(count: int) -> str:
+    return f"{count} worker{'s' if count > 1 else ''}"
 
 
 def is_finished(path: Path) -> bool:
@@ -167,62 +203,58 @@ def is_finished(path: Path) -> bool:
 
 
 def read_result(path: Path) -> Result:
-    """Read the directory of a finished run.
+    """Read a finished run from its directory.
 
     Raises:
         RunError: there is no finished run.
+        DamagedError: a file of it cannot be read.
     """
     try:
-        experiment = Experiment.from_json((path / "spec.json").read_text())
-        content = json.loads((path / "result.json").read_text())
+        experiment, text = read_spec(path), (path / "result.json").read_bytes()
     except FileNotFoundError as error:
         raise RunError(
             f"{path} is not the directory of a finished run: {Path(error.filename).name} is missing."
         ) from None
-    return Result(
-        experiment=experiment,
-        seed=content["seed"],
-        directory=path,
-        history=content["history"],
-        time_seconds=content["time_seconds"],
-    )
-
-
-def environment() -> dict[str, Any]:
-    """Return the facts of this machine that a result may depend on."""
-    facts: dict[str, Any] = {
-        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "flatmin": flatmin.__version__,
-        "commit": _commit(),
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "cpu": torch.cpu.get_capabilities().get("cpu_name", platform.processor()),
-        "num_cores": os.cpu_count(),
-        "num_threads": torch.get_num_threads(),
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-    }
-    for package in PACKAGES:
-        try:
-            facts[package] = version(package)
-        except PackageNotFoundError:
-            facts[package] = None
-    return facts
-
-
-def _commit() -> str | None:
-    """Return the commit that flatmin was imported from, with a + behind it where files differ; None outside of git."""
     try:
-        if not _git("ls-files", "__init__.py"):
-            return None  # installed inside of somebody else's repository
-        return _git("rev-parse", "HEAD") + ("+" if _git("status", "--porcelain", "--", ".") else "")
-    except (OSError, subprocess.SubprocessError):
-        return None
+        content = json.loads(text)
+        return Result(
+            experiment=experiment,
+            seed=content["seed"],
+            directory=path,
+            history=content["history"],
+            time_seconds=content["time_seconds"],
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedError(path / "result.json", error) from None
 
 
-def _git(*words: str) -> str:
-    command = ["git", "-C", str(Path(flatmin.__file__).parent), *words]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+def read_spec(path: Path) -> Experiment:
+    """Read the experiment of a run from its directory.
+
+    Raises:
+        FileNotFoundError: it has no spec.
+        DamagedError: the spec cannot be read.
+    """
+    try:
+        return Experiment.from_json((path / "spec.json").read_text(encoding="utf-8"))
+    except (SpecError, ValueError) as error:
+        raise DamagedError(path / "spec.json", error) from None
+
+
+def read_sessions(path: Path) -> list[dict[str, Any]]:
+    """Read where the sessions of a run took place, the latest last; none if that is not known.
+
+    Raises:
+        DamagedError: the file cannot be read.
+    """
+    file = path / "environment.json"
+    try:
+        sessions: list[dict[str, Any]] = json.loads(file.read_bytes())["sessions"]
+        return sessions
+    except FileNotFoundError:
+        return []
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedError(file, error) from None
 
 
 def write_whole(path: Path, text: str) -> None:

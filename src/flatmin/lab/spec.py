@@ -77,7 +77,7 @@ class Data:
         require(self, "validation", 0 <= self.validation < 1, "in [0, 1); the paper holds out 0.1")
         require(self, "label_noise", 0 <= self.label_noise <= 1, "in [0, 1]; the paper has 0.2, 0.4, 0.6 and 0.8")
         require(self, "extra", not self.extra or self.name == "svhn", "false: only svhn has additional images")
-        require(self, "seed", self.seed >= 0, "at least 0")
+        require(self, "seed", 0 <= self.seed < 2**64, "at least 0 and below 2**64")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,7 +310,13 @@ class Experiment:
         return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:10]
 
     def run_name(self, seed: int) -> str:
-        """Return the name of the run's directory: what it is, in brief, then the hash and the seed."""
+        """Return the name of the run's directory: what it is, in brief, then the hash and the seed.
+
+        Raises:
+            SpecError: the seed is none.
+        """
+        if not 0 <= seed < 2**64:
+            raise SpecError(f"seed must be at least 0 and below 2**64; got {seed}.")
         dataset = "folder" if self.data.name.startswith(FOLDER_PREFIX) else self.data.name
         method = self.optim.name if self.optim.rho == 0 else f"sam{self.optim.rho:g}"
         return f"{dataset}-{self.model.name.replace('/', '_')}-{method}-{self.run_hash()}-seed{seed}"
