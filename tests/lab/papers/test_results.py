@@ -37,7 +37,7 @@ def test_a_cell_is_the_mean_of_five_runs_that_are_there(collecting):
     runs = collecting.RESULTS / "runs"
     table1, noise = (found.tables[0] for found in collecting.findings(runs)[:2])
     cells = [c for table in (table1, noise) for row in table.rows for c in row if isinstance(c, Cell) and c.measured]
-    assert len(cells) == 10  # SGD, twice as long, by micro-batches, SAM, SAM with small m; clean and noisy labels
+    assert len(cells) == 5 + 10  # SGD (also twice as long, or by m), SAM (also by m); with noise Mixup, and bootstraps
     for cell in cells:
         metrics = [json.loads((runs / run / "result.json").read_text())["metrics"] for run in cell.runs]
         errors = [100 * line["test_error"] for line in metrics]

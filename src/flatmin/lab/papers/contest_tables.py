@@ -70,7 +70,7 @@ def contest_findings(
             columns, rows = _methods_in_rows(entries, cells, (literature or {}) if metric in metrics else {})
         what = METRIC_NAMES[metric].replace("error", "accuracy") if accuracy else METRIC_NAMES[metric]
         note = _note(entries, scale) if metric in metrics else TRAINING_NOTE
-        tables.append(Table(title=f"{where}: {what}, %", columns=columns, rows=rows, note=note))
+        tables.append(Table(title=f"{where}: {what}", columns=columns, rows=rows, note=note))
         contrasts = _contrasts(entries, metric) if metric in metrics else []
         corrected = holm([contrast.p_value for _, contrast in contrasts])
         if contrasts:
@@ -97,7 +97,7 @@ def contest_findings(
         verdicts=verdicts_at(scale, verdicts),
         hyperparameters=[
             *_chosen_hyperparameters(entries),
-            *(hyperparameters or own_settings([entry.chosen or entry.contest.start for entry in entries])),
+            *(hyperparameters or own_settings(_experiments(entries))),
         ],
         notes=[
             *(f'The paper says: "{s.claim}" {s.own_numbers}' for s in claims.statements),
@@ -223,6 +223,11 @@ def _verdict(entry: Entry, contrast: Contrast, p_holm: float, metric: str) -> Ve
     )
 
 
+def _experiments(entries: Sequence[Entry]) -> list[Experiment]:
+    """Return what is trained, as far as it is chosen; what the choices start from where nothing is."""
+    return [e.chosen for e in entries if e.chosen is not None] or [e.contest.start for e in entries]
+
+
 def _p_values(comparison: Comparison) -> str:
     said = p_text(comparison.p_value)
     return said if math.isnan(comparison.p_holm) else f"{said}, {comparison.p_holm:.2g} after Holm's correction"
@@ -239,7 +244,7 @@ def _choices(entries: Sequence[Entry]) -> Table | None:
         return None
     return Table(
         title="What was chosen on the validation split",
-        columns=("condition", "method", "setting", "validation error, %", ""),
+        columns=("condition", "method", "setting", "validation error", ""),
         rows=rows,
         note="One run each, with a seed that none of the replicas has; the test set had no part in it.",
     )

@@ -156,7 +156,7 @@ def _previous_best() -> Table:
             )
         rows.append(row)
     return Table(
-        title="The best before, as the paper cites it: top-1 error, %",
+        title="The best before, as the paper cites it: top-1 error",
         columns=("dataset", "from ImageNet alone (beside b7)", "from any data (beside L2)"),
         rows=rows,
     )

@@ -115,7 +115,7 @@ def noise_and_rho(scale: Scale, lab: Laboratory) -> Findings:
         about_scale=TABLE8_LAPTOP_SUMMARY if scale == "laptop" else SUMMARIES[scale],
         tables=[
             Table(
-                title="Validation error of bootstrapped SAM, %",
+                title="Validation error of bootstrapped SAM",
                 columns=("rho", *(f"{percent} % noise" for percent in percents)),
                 rows=rows,
                 note="One run each; the validation set is clean.",

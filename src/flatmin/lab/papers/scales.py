@@ -73,7 +73,6 @@ def own_settings(experiments: Sequence[Experiment], *more: tuple[str, object]) -
             ("momentum", f"{e.optim.momentum:g}, Nesterov's" if e.optim.nesterov else e.optim.momentum),
             ("weight decay", e.optim.weight_decay),
             ("epochs", e.epochs),
-            ("precision", e.precision),
         ):
             found.setdefault(name, {})[value] = None
     values: dict[str, object] = {name: next(iter(v)) if len(v) == 1 else tuple(v) for name, v in found.items()}
