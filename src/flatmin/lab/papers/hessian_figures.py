@@ -215,7 +215,8 @@ def _density_figures(found: dict[str, list[Outcome]], spectra: dict[int, Measure
                     for method, f in facts.items()
                 ],
                 log_y=True,
-                note=f"Stochastic Lanczos quadrature, smoothed with a Gaussian of width {sigma:.2g}.",
+                note=f"Stochastic Lanczos quadrature, smoothed with a Gaussian of width {sigma:.2g}. Where a curve is "
+                f"at {DENSITY_FLOOR:g} there is nothing.",
                 runs=run_names(outcomes[0] for outcomes in found.values()),
             )
         )
