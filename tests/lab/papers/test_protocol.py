@@ -12,6 +12,7 @@ from flatmin.lab.jobs import Outcome
 from flatmin.lab.papers.claimed import Claimed, Claims
 from flatmin.lab.papers.contest_tables import contest_findings
 from flatmin.lab.papers.error_reduction import _reductions
+from flatmin.lab.papers.from_scratch import table1_contests
 from flatmin.lab.papers.protocol import (
     CHOOSING_SEED,
     SEEDS,
@@ -19,6 +20,7 @@ from flatmin.lab.papers.protocol import (
     Method,
     as_it_is,
     baselines,
+    by_micro_batches,
     hold_contests,
     sam_and_small_m,
     with_rates,
@@ -385,3 +387,29 @@ def test_error_reduction_waits_for_all_replicas_of_both_sides(lost):
     methods = (*baselines(as_it_is), replace(SAM, candidates=with_rho((0.1,))))
     entries, _ = hold_contests([contest(*methods)], Invented(ending), "item")
     assert _reductions(entries) == {}
+
+
+def test_by_micro_batches_every_method_has_that_m():
+    methods = by_micro_batches(with_rates((0.1, 0.2), (1e-4, 1e-3)), (0.05, 0.1), 10)
+    lab = Invented(by_validation)
+    entries, _ = hold_contests([contest(*methods)], lab, "item")
+    assert {job.experiment.optim.m for _, jobs in lab.asked for job in jobs} == {10}
+    assert {e.method.name: (e.chosen.optim.rho, e.chosen.epochs) for e in entries} == {
+        "SGD, m = 10": (0.0, 4),
+        "SGD, m = 10, twice the epochs": (0.0, 8),
+        "SAM, m = 10": (0.1, 4),
+    }
+    assert (entries[0].chosen.optim.lr, entries[0].chosen.optim.weight_decay) == (0.2, 1e-3)
+    assert [e.method.against for e in entries] == [(), (), (("SGD, m = 10", "SGD, m = 10, twice the epochs"),)]
+
+
+def test_table_1_on_a_laptop_has_every_m_once_and_else_the_papers_share_of_a_batch():
+    first, *others = table1_contests("laptop")
+    assert [m.name for m in first.methods] == [
+        *("SGD", "SGD, twice the epochs", "SGD, m = 16", "SAM", "SAM, m = 16"),
+    ]
+    assert {name for name, _ in first.claimed} == {"SGD", "SAM"}
+    for other in others:
+        assert [m.name for m in other.methods] == ["SGD, m = 16", "SGD, m = 16, twice the epochs", "SAM, m = 16"]
+        assert {name for name, _ in other.claimed} == {"SGD, m = 16", "SAM, m = 16"}
+        assert other.start.data.batch_size == 8 * 16
