@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.harness import interleaved, ratio, table
-from flatmin.lab.data.catalog import dataset_info
 from flatmin.lab.data.images import MemoryImages
 from flatmin.lab.data.pipeline import Pipeline
 from flatmin.lab.models.build import build_model
-from flatmin.lab.precision import autocast, resolve_precision
-from flatmin.lab.spec import Data, Experiment, Model, Optim
-from flatmin.lab.steps import Stepper
-from flatmin.lab.workers import Workers
+from flatmin.lab.spec.datasets import dataset_info
+from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
+from flatmin.lab.training.distributed import Workers
+from flatmin.lab.training.precision import autocast, resolve_precision
+from flatmin.lab.training.steps import Stepper
 
 ROUNDS = 15
 BATCH = 128

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from flatmin.lab.engine import train
-from flatmin.lab.spec import Data, Experiment, Model, Optim
-from flatmin.lab.statistics import mean_and_interval, paired_p_value
+from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
+from flatmin.lab.studies.statistics import mean_and_interval, paired_p_value
+from flatmin.lab.training.engine import train
 
 SEEDS = range(5)
 EXPERIMENT = Experiment(

@@ -1,4 +1,4 @@
-"""Chooses the settings of `flatmin demo` by validation error and writes them to src/flatmin/lab/demo_settings.json.
+"""Chooses the settings of `flatmin demo` by validation error and writes them to src/flatmin/lab/demo/settings.json.
 
 As in the paper (Section 3.1), network and learning rate are those with which SGD does best, over both noise rates;
 then rho, for each noise rate, is the one with which SAM does best. Seeds are not those of the demonstration.
@@ -15,15 +15,15 @@ from pathlib import Path
 
 import torch
 
-from flatmin.lab.demo import NOISE_RATES, demo_experiment
-from flatmin.lab.engine import train
-from flatmin.lab.statistics import mean_and_interval
+from flatmin.lab.demo.study import NOISE_RATES, demo_experiment
+from flatmin.lab.studies.statistics import mean_and_interval
+from flatmin.lab.training.engine import train
 
 NETWORKS = ("cnn-16", "cnn-32")
 LEARNING_RATES = (0.05, 0.1, 0.2)
 RADII = (0.05, 0.1, 0.2, 0.5)
 SEEDS = (100, 101, 102)
-TARGET = Path(__file__).parent.parent / "src/flatmin/lab/demo_settings.json"
+TARGET = Path(__file__).parent.parent / "src/flatmin/lab/demo/settings.json"
 
 
 def valid_error(job):

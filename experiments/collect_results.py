@@ -12,13 +12,13 @@ import sys
 from pathlib import Path
 from statistics import median
 
-from flatmin.lab.findings import Findings
-from flatmin.lab.jobs import Archive
-from flatmin.lab.papers.cost import cost, num_networks, planned_jobs, weighted_cost, with_all_missing
-from flatmin.lab.papers.foret2021 import ITEMS
-from flatmin.lab.passes import passes_of_a_step
+from flatmin.lab.foret2021.cost import cost, num_networks, planned_jobs, weighted_cost, with_all_missing
+from flatmin.lab.foret2021.items import ITEMS
 from flatmin.lab.report import write_report
-from flatmin.lab.run_directory import read_result
+from flatmin.lab.runs.directory import read_result
+from flatmin.lab.studies.findings import Findings
+from flatmin.lab.sweeps.runners import Archive
+from flatmin.lab.training.step_cost import passes_of_a_step
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results" / "foret2021-laptop"

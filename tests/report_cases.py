@@ -3,7 +3,8 @@
 import json
 import math
 
-from flatmin.lab.findings import (
+from flatmin.lab.spec.experiment import Claim, Data, Experiment, Model, Optim
+from flatmin.lab.studies.findings import (
     Cell,
     Comparison,
     Findings,
@@ -15,8 +16,7 @@ from flatmin.lab.findings import (
     Table,
     Verdict,
 )
-from flatmin.lab.spec import Claim, Data, Experiment, Model, Optim
-from flatmin.lab.statistics import holm, mean_and_interval, paired_p_value
+from flatmin.lab.studies.statistics import holm, mean_and_interval, paired_p_value
 
 SEEDS = range(5)
 SESSION = {

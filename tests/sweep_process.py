@@ -12,12 +12,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from flatmin.lab.data.images import DataError
-from flatmin.lab.jobs import Job
-from flatmin.lab.session import InterruptedRun
-from flatmin.lab.spec import Data, Experiment, Model, Optim
-from flatmin.lab.sweep import run_job, sweep
-from flatmin.lab.sweep_job import Ending
+from flatmin.lab.errors import DataError, InterruptedRun
+from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
+from flatmin.lab.sweeps.jobs import Job
+from flatmin.lab.sweeps.run_job import Ending
+from flatmin.lab.sweeps.sweep import run_job, sweep
 
 
 def tiny(lr=0.1, rho=0.0, epochs=1, **data):

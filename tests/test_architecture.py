@@ -11,7 +11,13 @@ import flatmin
 
 SOURCE = Path(flatmin.__file__).parent
 LEVELS = {"core": 0, "measures": 1, "lab": 2, "cli": 3}
+LAB_LEVELS = {
+    **{"errors": 0, "spec": 1, "data": 2, "models": 3, "runs": 4, "training": 5, "sweeps": 6, "studies": 7},
+    **{"demo": 8, "foret2021": 8, "cheap_sam": 8, "report": 9, "commands": 10},
+}
+"""Inside the lab; packages of one level do not import each other."""
 FILES = sorted(SOURCE.rglob("*.py"))
+LAB_FILES = [path for path in FILES if path.is_relative_to(SOURCE / "lab") and path.parent != SOURCE / "lab"]
 
 
 def level_of(path):
@@ -41,6 +47,19 @@ def test_dependencies_point_one_way(path):
                 assert LEVELS[parts[1]] <= level, f"{path} imports {name}"
         if level == 0 and parts[0] not in sys.stdlib_module_names | {"torch", "flatmin"}:
             pytest.fail(f"core needs only torch, but {path} imports {name}")
+
+
+@pytest.mark.parametrize("path", LAB_FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_packages_of_the_lab_import_only_lower_ones(path):
+    own = path.relative_to(SOURCE / "lab").parts[0]
+    for name in imports_of(path):
+        parts = name.split(".")
+        if parts[:2] == ["flatmin", "lab"] and len(parts) > 2 and parts[2] != own:
+            assert LAB_LEVELS[parts[2]] < LAB_LEVELS[own], f"{path} imports {name}"
+
+
+def test_lab_has_no_module_of_its_own_but_errors():
+    assert {path.name for path in (SOURCE / "lab").glob("*.py")} == {"__init__.py", "errors.py"}
 
 
 def test_importing_flatmin_imports_no_lab_and_nothing_heavy():

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-import flatmin.lab.torchvision_operators  # noqa: F401  (Lightning and transformers import torchvision where it is installed)
+import flatmin.lab.data.torchvision_operators  # noqa: F401  (Lightning and transformers import torchvision where it is installed)
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 # Of third parties, on import or in every run of them.

@@ -4,13 +4,10 @@ Exit codes: 0 done; 1 a fault of flatmin; 2 a wrong command, setting, network or
 nothing can be written; 5 the loss diverged; 128 + n stopped by signal n (130 Ctrl-C, 143 SIGTERM), everything saved.
 """
 
-import os
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 try:
     import tyro
@@ -18,23 +15,17 @@ try:
 except ImportError as missing:  # pragma: no cover (the tests have them)
     sys.exit(f"flatmin's command line needs the extra `lab` ({missing.name} is missing): pip install 'flatmin[lab]'")
 
-from flatmin.lab.checkpoint import StorageError
-from flatmin.lab.data.images import DataError
-from flatmin.lab.demo import Demo
-from flatmin.lab.divergence import DivergedError
-from flatmin.lab.engine import CHECKPOINT_SECONDS, train
-from flatmin.lab.measure_commands import Measure
-from flatmin.lab.models.weights import ModelError
-from flatmin.lab.progress import BarListener, JsonListener, write_event
-from flatmin.lab.reproduce import Report, Reproduce
-from flatmin.lab.run_directory import Result, RunError
-from flatmin.lab.session import InterruptedRun
-from flatmin.lab.show_commands import List, Show
-from flatmin.lab.spec import Experiment, SpecError
+from flatmin.lab.commands.demo import Demo
+from flatmin.lab.commands.list import List
+from flatmin.lab.commands.measure import Measure
+from flatmin.lab.commands.report import Report
+from flatmin.lab.commands.reproduce import Reproduce
+from flatmin.lab.commands.show import Show
+from flatmin.lab.commands.train import Train
+from flatmin.lab.errors import DataError, DivergedError, InterruptedRun, ModelError, RunError, SpecError, StorageError
 
 DESCRIPTION = "Sharpness-Aware Minimization: train networks to flat minima, and measure how flat they are."
 
-Output = Literal["bar", "quiet", "json"]
 
 EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (
     (SpecError, 2),
@@ -44,52 +35,6 @@ EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (
     (StorageError, 4),
     (DivergedError, 5),
 )
-
-
-@dataclass(frozen=True)
-class Train:
-    """Train a network; the same command again returns the finished result, or goes on where it stopped."""
-
-    experiment: Annotated[Experiment, tyro.conf.arg(name="")] = field(default_factory=Experiment)
-    seed: int = 0
-    """Initial weights, order, augmentation, random layers; at least 0."""
-    runs: Path = Path("runs")
-    """The folder of all runs."""
-    data_root: Path | None = None
-    """The first folder in which datasets are looked for (then FLATMIN_DATA, ./data, the user's cache)."""
-    output: Output = "bar"
-    """bar: progress for people; quiet: only the result; json: one JSON object a line, for scripts."""
-    checkpoint_seconds: float = CHECKPOINT_SECONDS
-    """Save after so many seconds of training."""
-
-    def run(self, console: Console) -> None:
-        """Train."""
-        keywords: dict[str, Any] = {
-            "seed": self.seed,
-            "runs": self.runs,
-            "data_root": self.data_root,
-            "checkpoint_seconds": self.checkpoint_seconds,
-        }
-        leads = os.environ.get("RANK", "0") == "0"
-        if self.output == "bar" and leads:
-            with BarListener(console) as listener:
-                result = train(self.experiment, listener=listener, **keywords)
-        else:
-            result = train(self.experiment, listener=JsonListener() if self.output == "json" else None, **keywords)
-        if not leads:
-            return
-        if self.output == "json":
-            write_event("result", {"directory": str(result.directory), **result.metrics})
-        else:
-            console.print(_summary(result))
-
-
-def _summary(result: Result) -> str:
-    errors = [f"{name} error {100 * (result.metrics.get(f'{name}_error') or 0.0):.2f} %" for name in ("valid", "test")]
-    errors = errors if "valid_error" in result.metrics else errors[1:]
-    num = len(result.history)
-    epochs = f"{num} epoch{'s' if num > 1 else ''}"
-    return f"{result.directory}: {', '.join(errors)} after {epochs}, {result.time_seconds:.0f} s"
 
 
 COMMANDS: dict[str, Any] = {

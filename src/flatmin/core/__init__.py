@@ -3,7 +3,7 @@
 from flatmin.core.gradient import SAMGradient, sam_gradient
 from flatmin.core.metrics import SAMMetrics
 from flatmin.core.perturbation import ascent_step, random_step
-from flatmin.core.precision import RealisedPerturbation, realised_perturbation
+from flatmin.core.rounding import RealisedPerturbation, realised_perturbation
 from flatmin.core.sam import SAM
 
 __all__ = [

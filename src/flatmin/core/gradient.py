@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from flatmin.core import perturbation
-from flatmin.core.arguments import check_adaptive, check_ascent_steps, check_p, check_rho
-from flatmin.core.randomness import RandomState
+from flatmin.core.checks import check_adaptive, check_ascent_steps, check_p, check_rho
+from flatmin.core.rng import RandomState
 
 Tensors = Sequence[Tensor] | Mapping[str, Tensor]
 

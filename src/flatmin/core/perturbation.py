@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from flatmin.core.arguments import check_p, check_rho
+from flatmin.core.checks import check_p, check_rho
 
 Gather = Callable[[Sequence[Tensor]], Tensor]
 """Takes the rows of the local tensors, returns the rows of all tensors (of all shards) as a matrix (n, 2)."""

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flatmin.core import sharding, workers
-from flatmin.core.arguments import (
+from flatmin.core import ddp, dtensor
+from flatmin.core.batchnorm import NormalisationBuffers
+from flatmin.core.checks import (
     check_adaptive,
     check_ascent_steps,
     check_base,
@@ -20,12 +21,11 @@ from flatmin.core.arguments import (
     check_rho,
     shares_of,
 )
-from flatmin.core.batchnorm import NormalisationBuffers
 from flatmin.core.metrics import SAMMetrics, weighted_mean
 from flatmin.core.micro_batches import GradientMean
-from flatmin.core.passes import GENERATOR_KEY, SPENT_WARNING, Closure, Passes
-from flatmin.core.randomness import direction_generator
-from flatmin.core.state import SharedState
+from flatmin.core.rng import direction_generator
+from flatmin.core.step_passes import GENERATOR_KEY, SPENT_WARNING, Closure, Passes
+from flatmin.core.step_state import SharedState
 
 
 class SAM(Passes):
@@ -124,7 +124,7 @@ class SAM(Passes):
         self._radii()
         self.model = model
         if direction == "random":
-            shared = sync_perturbation or any(sharding.is_sharded(p) for p in self._parameters())
+            shared = sync_perturbation or any(dtensor.is_sharded(p) for p in self._parameters())
             self.generator = generator or direction_generator(self._devices()[0], shared=shared)
             self.param_groups[0][GENERATOR_KEY] = self.generator.get_state()
 
@@ -157,7 +157,7 @@ class SAM(Passes):
 
     @model.setter
     def model(self, model: nn.Module | None) -> None:
-        workers.check_model(model, self._parameters(), self.sync_perturbation)
+        ddp.check_model(model, self._parameters(), self.sync_perturbation)
         self._state.model = model
         self._state.buffers = NormalisationBuffers(model)
 
@@ -271,8 +271,8 @@ class SAM(Passes):
             measured.append(self._sam_gradient(closure, None, reduce=False))
             mean.take(share)
         mean.put()
-        if workers.is_parallel() and hasattr(workers.unwrap(self.model), "no_sync"):
-            workers.average_gradients(parameters, self.model)
+        if ddp.is_parallel() and hasattr(ddp.unwrap(self.model), "no_sync"):
+            ddp.average_gradients(parameters, self.model)
         self._state.metrics = weighted_mean(measured, shares)
         self.base.step()
         metrics = self._state.metrics

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flatmin.core.arguments import check_rho
+from flatmin.core.checks import check_rho
 from flatmin.core.gradient import sam_gradient
 from flatmin.measures.batches import Batch, rng_kept
 from flatmin.measures.objective import LossFn, Objective

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import torch.distributed as dist
 from torch import nn
 
-from flatmin.core.arguments import check_rho
+from flatmin.core.checks import check_rho
 from flatmin.measures import plots
 from flatmin.measures.batches import Batch
 from flatmin.measures.objective import LossFn, Objective

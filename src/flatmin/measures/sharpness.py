@@ -9,7 +9,7 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flatmin.core.arguments import check_adaptive, check_p, check_rho
+from flatmin.core.checks import check_adaptive, check_p, check_rho
 from flatmin.core.perturbation import adaptive_scale, ascent_step, project_
 from flatmin.measures import plots
 from flatmin.measures.batches import Batch, rng_kept, subsets

@@ -1,1 +1,1 @@
-"""Datasets, augmentation, label noise and the order in which examples are seen."""
+"""Datasets, augmentation, label noise and the input pipeline. May import spec."""

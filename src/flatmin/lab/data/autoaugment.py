@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flatmin.lab.data.augment import Draw
 from flatmin.lab.data.randomness import Purpose
-from flatmin.lab.torchvision_operators import torchvision
+from flatmin.lab.data.torchvision_operators import torchvision
 
 tv: Any = torchvision.transforms.functional  # untyped
 

@@ -17,12 +17,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flatmin.lab.data.catalog import FOLDER_PREFIX, DatasetInfo, dataset_info
 from flatmin.lab.data.digits import digits_test_indices, load_digits
-from flatmin.lab.data.images import DataError, FileImages, Images, MemoryImages
+from flatmin.lab.data.images import FileImages, Images, MemoryImages
 from flatmin.lab.data.label_noise import noisy_labels, subset, validation_split
 from flatmin.lab.data.roots import check_files, find, find_or_download
-from flatmin.lab.spec import Data
+from flatmin.lab.errors import DataError
+from flatmin.lab.spec.datasets import FOLDER_PREFIX, DatasetInfo, dataset_info
+from flatmin.lab.spec.experiment import Data
 
 FASHION_MNIST_FILES = {  # md5 of the uncompressed files: packages compress them anew
     "train-images-idx3-ubyte": "f4a8712d7a061bf5bd6d2ca38dc4d50a",
@@ -248,6 +249,6 @@ def _path_itself(path: str | Path) -> str | Path:
 
 def _torchvision_datasets() -> Any:
     # Not at the top: the embedded digits, and with them the demonstration, need no torchvision.
-    from flatmin.lab.torchvision_operators import torchvision
+    from flatmin.lab.data.torchvision_operators import torchvision
 
     return torchvision.datasets

@@ -15,15 +15,12 @@ from torch import Tensor
 
 from flatmin.lab.data.augment import Draw
 from flatmin.lab.data.randomness import Purpose
+from flatmin.lab.errors import DataError
 
 CROP_FRACTION = 224 / 256  # ImageNet's: the shorter side becomes size / (224 / 256), the middle is cut out
 AREA_RANGE = (0.08, 1.0)  # of the random resized crop
 RATIO_RANGE = (3 / 4, 4 / 3)
 CROP_TRIES = 10
-
-
-class DataError(RuntimeError):
-    """A dataset is missing or damaged; the message names the file and the remedy."""
 
 
 class Images(Protocol):

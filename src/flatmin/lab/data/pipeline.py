@@ -17,10 +17,10 @@ from torch import Tensor
 
 from flatmin.lab.data import augment
 from flatmin.lab.data.augment import Draw
-from flatmin.lab.data.catalog import DatasetInfo
 from flatmin.lab.data.images import FileImages, Images
 from flatmin.lab.data.randomness import Purpose, permutation
-from flatmin.lab.spec import Data
+from flatmin.lab.spec.datasets import DatasetInfo
+from flatmin.lab.spec.experiment import Data
 
 EVALUATION_BATCH = 500  # small images; of large ones, as many as in training
 

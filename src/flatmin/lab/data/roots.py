@@ -9,8 +9,8 @@ from pathlib import Path
 
 import platformdirs
 
-from flatmin.lab.data.catalog import DATASETS, dataset_info
-from flatmin.lab.data.images import DataError
+from flatmin.lab.errors import DataError
+from flatmin.lab.spec.datasets import DATASETS, dataset_info
 
 ENVIRONMENT_VARIABLE = "FLATMIN_DATA"
 DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  # the package dataset-fashion-mnist

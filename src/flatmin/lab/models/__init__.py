@@ -1,1 +1,1 @@
-"""The paper's networks, written here, and everything in timm by name."""
+"""The paper's models, and timm's by name. May import spec and data."""

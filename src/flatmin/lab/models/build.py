@@ -5,14 +5,15 @@ from typing import Any
 
 from torch import nn
 
-from flatmin.lab.models.names import check_model_name
+from flatmin.lab.errors import ModelError
 from flatmin.lab.models.plain_cnn import PlainCNN
 from flatmin.lab.models.pyramidnet import PyramidNet
 from flatmin.lab.models.resnet_cifar import ResNetCifar, Shortcut
 from flatmin.lab.models.shake_shake import ShakeShakeNet
-from flatmin.lab.models.weights import ModelError, load_weights
+from flatmin.lab.models.weights import load_weights
 from flatmin.lab.models.wide_resnet import WideResNet
-from flatmin.lab.spec import Model
+from flatmin.lab.spec.experiment import Model
+from flatmin.lab.spec.models import check_model_name
 
 
 def build_model(model: Model, *, num_classes: int, in_channels: int = 3) -> nn.Module:
@@ -90,7 +91,7 @@ def _fresh(model: Model, num_classes: int, in_channels: int) -> nn.Module:
 
 
 def _from_timm(name: str, num_classes: int, in_channels: int) -> nn.Module:
-    import flatmin.lab.torchvision_operators  # noqa: F401  (timm imports torchvision)
+    import flatmin.lab.data.torchvision_operators  # noqa: F401  (timm imports torchvision)
 
     import timm  # isort: skip
 

@@ -10,16 +10,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from flatmin.lab.errors import ModelError
+
 PREFIXES = ("module.", "_orig_mod.")  # what DistributedDataParallel and torch.compile put in front of names
 WRAPPERS = ("state_dict", "model", "network")  # under which training scripts keep the weights
 
 
 NEW_HEAD_STD = 0.01
 """Of a new last layer's weights: large logits of random weights send gradients that destroy what was learned before."""
-
-
-class ModelError(RuntimeError):
-    """A network or its weights cannot be had; the message says why and what to do."""
 
 
 def load_weights(

@@ -7,15 +7,15 @@ gives the same bytes.
 from collections.abc import Sequence
 from pathlib import Path
 
-from flatmin.lab.checkpoint import StorageError
-from flatmin.lab.findings import Findings
+from flatmin.lab.errors import StorageError
 from flatmin.lab.report.figures import svg
 from flatmin.lab.report.folder import describe_runs
 from flatmin.lab.report.markdown import markdown_page
 from flatmin.lab.report.page import html_page
 from flatmin.lab.report.runs import read_runs
 from flatmin.lab.report.words import slug
-from flatmin.lab.run_directory import write_whole
+from flatmin.lab.runs.directory import write_whole
+from flatmin.lab.studies.findings import Findings
 
 __all__ = ["describe_runs", "write_report"]
 

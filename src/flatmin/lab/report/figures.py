@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flatmin.lab.findings import LineFigure, Series, SurfaceFigure
 from flatmin.lab.report.numbers import MINUS, interval_text
-from flatmin.lab.statistics import Interval
+from flatmin.lab.studies.findings import LineFigure, Series, SurfaceFigure
+from flatmin.lab.studies.statistics import Interval
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flatmin.lab.fields import plain
-from flatmin.lab.findings import Cell, Findings, LineFigure, Series, Table
+from flatmin.lab.errors import RunError
 from flatmin.lab.report.numbers import NOTHING, plural
 from flatmin.lab.report.runs import ERRORS, RunRecord, read_run, without_paths
 from flatmin.lab.report.words import setting_text
-from flatmin.lab.run_directory import RunError
-from flatmin.lab.spec import Experiment
-from flatmin.lab.statistics import mean_and_interval
+from flatmin.lab.spec.experiment import Experiment
+from flatmin.lab.spec.fields import plain
+from flatmin.lab.studies.findings import Cell, Findings, LineFigure, Series, Table
+from flatmin.lab.studies.statistics import mean_and_interval
 
 COLUMNS = {"train_error": "train error", "valid_error": "validation error", "test_error": "test error"}
 MOST_CURVES = 10

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Sequence
 
-from flatmin.lab.findings import Cell, Comparison, Findings, LineFigure, SurfaceFigure, Table
 from flatmin.lab.report.figures import x_text, y_text
 from flatmin.lab.report.numbers import (
     NOTHING,
@@ -20,6 +19,7 @@ from flatmin.lab.report.page_runs import HEADER
 from flatmin.lab.report.runs import ERRORS, RunRecord
 from flatmin.lab.report.tables import Column, Entry, caption, columns_of, padded, traced, values_text, worth_a_table
 from flatmin.lab.report.words import HOW_TO_READ, about_runs, alarm, item_lines, setting_text
+from flatmin.lab.studies.findings import Cell, Comparison, Findings, LineFigure, SurfaceFigure, Table
 
 
 def markdown_page(

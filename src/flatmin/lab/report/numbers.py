@@ -2,8 +2,8 @@
 
 import math
 
-from flatmin.lab.findings import Cell, Comparison, Table
-from flatmin.lab.statistics import Interval
+from flatmin.lab.studies.findings import Cell, Comparison, Table
+from flatmin.lab.studies.statistics import Interval
 
 MINUS, TIMES, NOTHING = "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}", "\N{EN DASH}"
 

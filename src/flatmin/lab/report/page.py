@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import get_args
 
-from flatmin.lab.findings import Findings, Held, LineFigure, SurfaceFigure
 from flatmin.lab.report.figures import plotly_figure, x_text, y_text
 from flatmin.lab.report.numbers import NOTHING
 from flatmin.lab.report.page_runs import RunLinks, runs_section
@@ -16,6 +15,7 @@ from flatmin.lab.report.page_tables import plain_table, table_html
 from flatmin.lab.report.runs import RunRecord
 from flatmin.lab.report.tables import worth_a_table
 from flatmin.lab.report.words import HOW_TO_READ, about_runs, alarm, item_lines, setting_text, slug
+from flatmin.lab.studies.findings import Findings, Held, LineFigure, SurfaceFigure
 
 # What the page may load is nothing at all; plotly.js makes functions and pictures of its own.
 POLICY = (

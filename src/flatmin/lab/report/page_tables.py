@@ -3,7 +3,6 @@
 import html
 from collections.abc import Sequence
 
-from flatmin.lab.findings import Cell, Comparison, Table
 from flatmin.lab.report.numbers import (
     NOTHING,
     common_unit,
@@ -15,7 +14,8 @@ from flatmin.lab.report.numbers import (
 )
 from flatmin.lab.report.page_runs import RunLinks
 from flatmin.lab.report.tables import Column, Entry, caption, columns_of, padded, traced, values_text
-from flatmin.lab.statistics import SIGNIFICANT
+from flatmin.lab.studies.findings import Cell, Comparison, Table
+from flatmin.lab.studies.statistics import SIGNIFICANT
 
 
 def table_html(table: Table, links: RunLinks) -> str:

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from flatmin.lab.fields import SpecError
-from flatmin.lab.findings import Cell, Comparison, Findings
-from flatmin.lab.jobs import PROBLEM_FILE
+from flatmin.lab.errors import SpecError
 from flatmin.lab.report.numbers import NOTHING, TIMES
-from flatmin.lab.run_directory import PACKAGES
-from flatmin.lab.spec import Experiment
+from flatmin.lab.runs.directory import PACKAGES
+from flatmin.lab.spec.experiment import Experiment
+from flatmin.lab.studies.findings import Cell, Comparison, Findings
+from flatmin.lab.sweeps.jobs import PROBLEM_FILE
 
 State = Literal["finished", "came to nothing", "not finished", "not there", "not readable"]
 ERRORS = ("train_error", "valid_error", "test_error")

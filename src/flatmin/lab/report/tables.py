@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from flatmin.lab.findings import Cell, Comparison, Series, Table
 from flatmin.lab.report.numbers import common_unit, difference_unit, number_text
+from flatmin.lab.studies.findings import Cell, Comparison, Series, Table
 
 Entry = str | Cell | Comparison
 Part = Literal["paper", "measured"]

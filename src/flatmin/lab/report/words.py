@@ -5,10 +5,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from flatmin.lab.findings import Cell, Findings
 from flatmin.lab.report.numbers import plural, time_text
 from flatmin.lab.report.runs import RunRecord, named_runs, num_missing
-from flatmin.lab.statistics import SIGNIFICANT
+from flatmin.lab.studies.findings import Cell, Findings
+from flatmin.lab.studies.statistics import SIGNIFICANT
 
 MOST_CHARACTERS = 60
 """Of a file's name: some file systems take no more than 143."""

@@ -1,0 +1,120 @@
+"""Data-parallel workers: which passes reduce gradients, and one reduction where there would be many."""
+
+import contextlib
+import warnings
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flatmin.core.dtensor import is_sharded
+
+BUCKET_BYTES = 25 * 1024 * 1024  # as large as DistributedDataParallel's
+
+
+def unwrap(model: nn.Module | None) -> Any:
+    """Return what torch.compile wrapped, or the model itself."""
+    return getattr(model, "_orig_mod", model)
+
+
+def check_model(model: nn.Module | None, parameters: Iterable[Tensor], sync_perturbation: bool) -> None:
+    """Raise for the ways of parallel training that SAM cannot work in.
+
+    Raises:
+        TypeError: the model is no module.
+        ValueError: FSDP1, or DDP's static graph with a perturbation for each worker.
+    """
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module or None, got {type(model).__name__}.")
+    parameters = list(parameters)
+    modules = list(model.modules()) if model is not None else []
+    if any(type(m).__name__ == "FullyShardedDataParallel" for m in modules) or any(
+        type(p).__name__ == "FlatParameter" for p in parameters
+    ):
+        raise ValueError(
+            "model is sharded by FullyShardedDataParallel (FSDP1), whose flat parameters SAM cannot perturb safely. "
+            "Shard it with FSDP2 instead: torch.distributed.fsdp.fully_shard(model)."
+        )
+    own = {id(p) for m in modules for p in m.parameters(recurse=False)}
+    if own and own.isdisjoint(map(id, parameters)):
+        warnings.warn(
+            "model has none of the parameters of the optimizer: SAM would look after the running statistics of another "
+            "network. Pass the model that is trained, as you call it.",
+            UserWarning,
+            stacklevel=4,
+        )
+    if getattr(unwrap(model), "static_graph", False) and not sync_perturbation:
+        raise ValueError(
+            "model is DistributedDataParallel(static_graph=True), which cannot begin inside no_sync(), as a "
+            "perturbation for each worker needs. Build it without static_graph, or pass sync_perturbation=True."
+        )
+
+
+def is_parallel() -> bool:
+    """Return whether there are several workers."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def local_pass(model: nn.Module | None) -> AbstractContextManager[Any]:
+    """Return a context in which passes leave gradients on their worker."""
+    no_sync = getattr(unwrap(model), "no_sync", None)
+    return contextlib.nullcontext() if no_sync is None else no_sync()
+
+
+def warn_if_passes_cannot_be_local(model: nn.Module | None, parameters: Iterable[Tensor]) -> None:
+    """Warn where there are several workers and SAM cannot tell whether the first pass reduces gradients."""
+    if is_parallel() and not hasattr(unwrap(model), "no_sync") and not any(is_sharded(p) for p in parameters):
+        warnings.warn(
+            "There are several workers, but SAM's model "
+            + ("is not given" if model is None else f"({type(model).__name__}) has no no_sync()")
+            + ", so that it cannot keep the first pass on its worker: the perturbation is shared if your wrapper "
+            "reduces gradients in every backward pass, and gradients are then reduced twice a step. Pass the "
+            "DistributedDataParallel module as model=, or sync_perturbation=True if a shared one is what you want.",
+            UserWarning,
+            stacklevel=5,
+        )
+
+
+def average_gradients(parameters: Iterable[Tensor], model: nn.Module | None) -> None:
+    """Replace each gradient by its mean over the workers, in buckets, as DistributedDataParallel would.
+
+    A gradient that is missing on some workers counts as 0 there. One that is missing on all of them stays missing where
+    the model was built with ``find_unused_parameters``, at the price of the same look at the device that DDP takes.
+    """
+    wrapped = unwrap(model)
+    group = getattr(wrapped, "process_group", None)
+    # As after a pass that reduced gradients: the next forward pass shares the buffers of rank 0.
+    wrapped.require_forward_param_sync = True
+    trainable = [p for p in parameters if p.requires_grad]
+    if any(p.grad is not None and p.grad.layout != torch.strided for p in trainable):
+        raise ValueError(
+            "A list of closures under DistributedDataParallel cannot reduce sparse gradients. "
+            "Build the layer with sparse=False, or take one closure a step."
+        )
+    if getattr(wrapped, "find_unused_parameters", False):
+        used = torch.tensor([p.grad is not None for p in trainable], dtype=torch.int32, device=trainable[0].device)
+        dist.all_reduce(used, group=group)
+        trainable = [p for p, count in zip(trainable, used.tolist(), strict=True) if count]
+    for bucket in _buckets(trainable):
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+        flat = torch.cat([g.reshape(-1) for g in grads]).div_(dist.get_world_size(group))
+        dist.all_reduce(flat, group=group)
+        for p, mean in zip(bucket, torch.split(flat, [g.numel() for g in grads]), strict=True):
+            p.grad = torch.empty_like(p).copy_(mean.view(p.shape))
+
+
+def _buckets(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
+    buckets: list[list[Tensor]] = []
+    latest: dict[Any, tuple[list[Tensor], int]] = {}
+    for p in parameters:
+        size = p.numel() * p.element_size()
+        bucket, filled = latest.get((p.dtype, p.device), ([], BUCKET_BYTES))
+        if filled + size > BUCKET_BYTES:
+            bucket, filled = [], 0
+            buckets.append(bucket)
+        bucket.append(p)
+        latest[(p.dtype, p.device)] = (bucket, filled + size)
+    return buckets

@@ -1,0 +1,42 @@
+"""Lets several passes draw the same random numbers, and workers the same or different directions."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flatmin.core.ddp import is_parallel
+
+
+class RandomState:
+    """The state of torch's default generators, on the CPU and on the given devices, at the moment it was made.
+
+    Reading and writing it touches the host only: no device is waited for.
+    """
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._cpu = torch.get_rng_state()
+        self._others: list[tuple[Any, torch.device, torch.Tensor]] = []
+        for device in devices:
+            if device.type not in ("cpu", "meta"):
+                module = torch.get_device_module(device)
+                self._others.append((module, device, module.get_rng_state(device)))
+
+    def restore(self) -> None:
+        """Make the generators draw again what they drew since."""
+        torch.set_rng_state(self._cpu)
+        for module, device, state in self._others:
+            module.set_rng_state(state, device)
+
+
+def direction_generator(device: torch.device, *, shared: bool) -> torch.Generator:
+    """Return a new generator for random directions, seeded by torch's seed: alike on all workers, or one for each."""
+    seed = torch.initial_seed()
+    if is_parallel() and shared:
+        seeds = [seed]
+        dist.broadcast_object_list(seeds, src=0)
+        seed = seeds[0]
+    elif is_parallel():
+        seed += dist.get_rank()
+    return torch.Generator(device).manual_seed(seed % 2**63)

@@ -1,0 +1,86 @@
+"""Runs and numbers as people and scripts meet them on the command line."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from flatmin.lab.errors import RunError
+
+NUM_SHOWN = 5
+
+
+def last_metrics(path: Path) -> dict[str, Any]:
+    """Return the metrics of the last epoch that a run has completed; none if there is none."""
+    file = path / "metrics.jsonl"
+    lines = file.read_bytes().splitlines() if file.exists() else []
+    for line in reversed(lines):
+        try:
+            metrics: dict[str, Any] = json.loads(line)
+            return metrics
+        except ValueError:  # a process that is killed may leave half a line, which the next session writes again
+            continue
+    return {}
+
+
+def find_run(name: str, runs: Path) -> Path:
+    """Return the directory of a run, given as a path or as the beginning of a name.
+
+    Raises:
+        RunError: no run, or several, fit.
+    """
+    for path in (Path(name), runs / name):
+        if (path / "spec.json").exists():
+            return path
+    found = [path for path in run_directories(runs) if path.name.startswith(name)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        first = ", ".join(path.name for path in found[:NUM_SHOWN]) + (", ..." if len(found) > NUM_SHOWN else "")
+        raise RunError(f"{len(found)} runs in {runs} begin with {name!r}: {first}. Give more of the name.")
+    raise RunError(
+        f"{name!r} is neither the directory of a run nor the beginning of a name in {runs}. "
+        f"{where_runs_are(runs) or f'`flatmin list runs --runs {runs}` shows all.'}"
+    )
+
+
+def run_directories(runs: Path) -> list[Path]:
+    """Return the directories of all runs of a folder, by name."""
+    return [path.parent for path in sorted(runs.glob("*/spec.json"))]
+
+
+def where_runs_are(runs: Path) -> str:
+    """Return one sentence where a folder has no runs: it is not there, or they are in folders inside; else nothing."""
+    if not runs.is_dir():
+        return f"There is no folder {runs}: nothing was trained there. Choose another with --runs."
+    inside = sorted({str(path.parent.parent) for path in runs.glob("*/*/spec.json")})
+    if inside and not run_directories(runs):
+        return f"There are runs in {', '.join(inside)}: choose with --runs."
+    return ""
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[tuple[str, ...]]) -> Table:
+    """Return a table for the terminal whose cells break instead of being cut."""
+    found = Table(title=title, title_justify="left")
+    for column in columns:
+        found.add_column(column, overflow="fold")
+    for row in rows:
+        found.add_row(*row)
+    return found
+
+
+def number(value: Any) -> str:
+    """Return a value with four digits; nothing for None."""
+    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
+
+
+def metric(name: str, value: Any) -> str:
+    """Return a metric of a run: errors in %, as everywhere, all else with four digits.
+
+    Example:
+        >>> metric("test_error", 0.0525), metric("test_loss", 0.0525)
+        ('5.25 %', '0.0525')
+    """
+    return f"{100 * value:.2f} %" if name.endswith("error") and value is not None else number(value)

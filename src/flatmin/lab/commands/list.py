@@ -1,0 +1,63 @@
+"""``flatmin list``: what there is."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from rich.console import Console
+
+from flatmin.lab.commands.console import last_metrics, metric, run_directories, table, where_runs_are
+from flatmin.lab.errors import DamagedError, RunError
+from flatmin.lab.foret2021.items import ITEMS
+from flatmin.lab.runs.directory import is_finished, read_result, read_spec
+from flatmin.lab.spec.datasets import DATASETS
+from flatmin.lab.spec.models import EXAMPLES
+
+
+@dataclass(frozen=True)
+class List:
+    """List datasets, networks, tables and figures of the paper, or runs."""
+
+    what: Annotated[Literal["datasets", "models", "items", "runs", "all"], tyro.conf.Positional] = "all"
+    """What to list."""
+    runs: Path = Path("runs")
+    """The folder of all runs."""
+
+    def run(self, console: Console) -> None:
+        """Print the tables."""
+        if self.what in ("datasets", "all"):
+            rows = [(name, info.title, str(info.num_classes)) for name, info in DATASETS.items()]
+            rows.append(("folder:PATH", "class folders: PATH/{train,test}/CLASS/*.jpg", "any"))
+            console.print(table("Datasets", ("name", "what", "classes"), rows))
+        if self.what in ("models", "all"):
+            console.print(table("Networks", ("name", "what"), list(EXAMPLES.items())))
+        if self.what in ("items", "all"):
+            items = [(item.name, item.source, item.title) for item in ITEMS.values()]
+            console.print(table("Tables and figures (flatmin reproduce)", ("name", "where", "what"), items))
+        if self.what in ("runs", "all"):
+            self._print_runs(console)
+
+    def _print_runs(self, console: Console) -> None:
+        paths, hint = run_directories(self.runs), where_runs_are(self.runs)
+        if self.what == "runs" and not self.runs.is_dir():
+            raise RunError(hint)
+        if paths or not hint:
+            columns = ("run", "epochs", "train error", "test error", "time")
+            console.print(table(f"Runs in {self.runs}", columns, [_row(path) for path in paths]))
+        if hint:
+            console.print(hint)
+
+
+def _row(path: Path) -> tuple[str, ...]:
+    """Return what the list says of a run; one that is damaged must not hide the others."""
+    try:
+        if is_finished(path):
+            result = read_result(path)
+            time, metrics = f"{result.time_seconds:.0f} s", result.metrics
+        else:
+            read_spec(path)
+            time, metrics = "unfinished", last_metrics(path)
+    except DamagedError as error:
+        time, metrics = f"damaged: {error.path.name}", {}
+    return (path.name, *(metric(name, metrics.get(name)) for name in ("epoch", "train_error", "test_error")), time)

@@ -1,0 +1,201 @@
+"""``flatmin measure``: how flat is the minimum that a run found?"""
+
+import dataclasses
+import hashlib
+import json
+import math
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import tyro
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from flatmin.lab.commands.console import find_run, number, table
+from flatmin.lab.commands.progress import write_event
+from flatmin.lab.errors import RunError, SpecError
+from flatmin.lab.sweeps.jobs import Facts, MeasurementKind
+
+SHOWN_LISTS = ("eigenvalues", "residuals")  # the others are curves and grids, which only the files have
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What all measures have in common."""
+
+    kind: ClassVar[MeasurementKind]
+
+    run_name: Annotated[str, tyro.conf.Positional]
+    """The run's directory, or its name (or the beginning of it) in the folder of runs."""
+    runs: Path = Path("runs")
+    """The folder of all runs."""
+    data_root: Path | None = None
+    """The first folder in which datasets are looked for."""
+    epoch: int | None = None
+    """Measure the weights after this epoch, which the run kept (--keep-every); the last ones if None."""
+    num_examples: int | None = None
+    """Measure on the first so many training examples; on all if None."""
+    output: Literal["table", "json"] = "table"
+    """table: for people; json: one JSON object, for scripts."""
+
+    def check(self) -> None:
+        """Check every setting, before anything is read.
+
+        Raises:
+            SpecError: a setting has a value that is not allowed.
+        """
+        self._require("epoch", self.epoch is None or self.epoch >= 0, "at least 0")
+        self._require("num_examples", self.num_examples is None or self.num_examples >= 1, "at least 1")
+
+    def run(self, console: Console) -> None:
+        """Measure, write JSON and pictures into RUN/measures, print the numbers."""
+        from flatmin.lab.sweeps.measurements import MEASURES  # not at the top: no other command needs them
+        from flatmin.lab.training.trained_model import load_trained
+
+        self.check()
+        path = find_run(self.run_name, self.runs)
+        trained = load_trained(path, data_root=self.data_root, epoch=self.epoch)
+        origin = trained.origin
+        weights = f"epoch{origin.epoch}" if origin.step is None else f"step{origin.step}"
+        target = path / "measures" / f"{self.kind}-{weights}-{self._hash(origin.checksum)}"
+        with self._shown_to_be_working(path):
+            try:
+                facts = MEASURES[self.kind][0](trained, target, **self._settings())
+            except ValueError as error:  # what the measures say of settings, losses and data they cannot take
+                raise RunError(f"{path} cannot be measured so: {error}") from error
+        if self.output == "json":
+            write_event("measure", {"file": f"{target}.json", **facts})
+            return
+        rows = [(name, text) for name, value in facts.items() if (text := _cell(name, value)) is not None]
+        files = sorted(file.name for file in target.parent.glob(f"{target.name}.*") if file.suffix != ".cache")
+        console.print(table(f"{path}/measures", ("what", "value"), [*rows, ("files", "\n".join(files))]))
+
+    def _settings(self) -> Facts:
+        """Return what the measure itself is given."""
+        common = {field.name for field in dataclasses.fields(Measured)} - {"num_examples"}
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in common}
+
+    def _hash(self, checksum: str) -> str:
+        """Return ten digits that name settings and weights: neither other ones' results nor their caches are theirs."""
+        key = json.dumps([self._settings(), checksum], sort_keys=True)
+        return hashlib.sha256(key.encode()).hexdigest()[:10]
+
+    def _shown_to_be_working(self, path: Path) -> Any:
+        if self.kind == "landscape":  # it writes how far it is itself
+            return nullcontext()
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        bar = Progress(*columns, console=Console(stderr=True), transient=True)
+        bar.add_task(f"{self.kind} of {path.name}", total=None)
+        return bar
+
+    def _require(self, name: str, holds: bool, allowed: str) -> None:
+        if not holds:
+            raise SpecError(f"--{name.replace('_', '-')} must be {allowed}; got {getattr(self, name)}.")
+
+    def _require_counts(self, *names: str) -> None:
+        for name in names:
+            self._require(name, getattr(self, name) >= 1, "at least 1")
+
+
+@dataclass(frozen=True)
+class MeasureSharpness(Measured):
+    """m-sharpness: how far the loss rises within rho, on subsets of m examples (Section 4.1)."""
+
+    kind = "sharpness"
+
+    rho: float = 0.05
+    """Radius of the ball."""
+    m: int | None = None
+    """Examples in a subset; all if None."""
+    steps: int = 1
+    """Ascent steps."""
+
+    def check(self) -> None:
+        """Check every setting."""
+        super().check()
+        self._require("rho", 0 <= self.rho < math.inf, "finite and not negative")
+        self._require("m", self.m is None or self.m >= 1, "at least 1")
+        self._require_counts("steps")
+
+
+@dataclass(frozen=True)
+class MeasureSpectrum(Measured):
+    """The Hessian's largest eigenvalues and spectral density (Section 4.2)."""
+
+    kind = "spectrum"
+
+    num_eigenvalues: int = 5
+    """How many of the largest."""
+    steps: int = 80
+    """Lanczos steps of the density."""
+    probes: int = 4
+    """Random starts of the density."""
+
+    def check(self) -> None:
+        """Check every setting."""
+        super().check()
+        self._require_counts("num_eigenvalues", "steps", "probes")
+
+
+@dataclass(frozen=True)
+class MeasureLandscape(Measured):
+    """The loss on a plane of random, filter-normalised directions (Figure 1)."""
+
+    kind = "landscape"
+
+    span: float = 1.0
+    """How far the plane goes, in units of the directions."""
+    points: int = 51
+    """Points along each side; odd."""
+
+    def check(self) -> None:
+        """Check every setting."""
+        super().check()
+        self._require("span", 0 < self.span < math.inf, "positive and finite")
+        self._require("points", self.points >= 3 and self.points % 2 == 1, "odd, and at least 3")
+
+
+@dataclass(frozen=True)
+class MeasureBound(Measured):
+    """The PAC-Bayes bound on the error, term by term (Appendix A)."""
+
+    kind = "bound"
+
+    rho: float = 0.05
+    """Radius of the ball."""
+    delta: float = 0.05
+    """The probability with which the bound may fail."""
+
+    def check(self) -> None:
+        """Check every setting."""
+        super().check()
+        self._require("rho", 0 < self.rho < math.inf, "positive and finite")
+        self._require("delta", 0 < self.delta < 1, "between 0 and 1")
+        self._require("num_examples", self.num_examples is None or self.num_examples >= 2, "at least 2")
+
+
+@dataclass(frozen=True)
+class Measure:
+    """Measure how flat the minimum is that a run found; needs no finished run, only a checkpoint."""
+
+    what: (
+        Annotated[MeasureSharpness, tyro.conf.subcommand("sharpness", prefix_name=False)]
+        | Annotated[MeasureSpectrum, tyro.conf.subcommand("spectrum", prefix_name=False)]
+        | Annotated[MeasureLandscape, tyro.conf.subcommand("landscape", prefix_name=False)]
+        | Annotated[MeasureBound, tyro.conf.subcommand("bound", prefix_name=False)]
+    )
+
+    def run(self, console: Console) -> None:
+        """Measure."""
+        self.what.run(console)
+
+
+def _cell(name: str, value: Any) -> str | None:
+    """Return a fact as the table shows it; None if it does not."""
+    if name == "standard_error" and math.isnan(value):
+        return "unknown (one subset)"
+    if not isinstance(value, list):
+        return number(value)
+    return ", ".join(map(number, value)) if name in SHOWN_LISTS else None

@@ -1,0 +1,152 @@
+"""``flatmin reproduce`` runs the experiments behind a table or figure again; ``flatmin report`` shows what is there."""
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from rich.console import Console
+
+from flatmin.lab.commands.report import items_named, print_verdicts, write_page
+from flatmin.lab.errors import DataError, ModelError, SpecError
+from flatmin.lab.foret2021.cost import plan, with_all_missing
+from flatmin.lab.foret2021.items import ITEMS
+from flatmin.lab.studies.findings import Findings
+from flatmin.lab.studies.item import Item, Scale
+from flatmin.lab.sweeps.preflight import Inputs
+from flatmin.lab.sweeps.runners import Archive, Laboratory, Restricted, is_meant, label
+from flatmin.lab.training.engine import CHECKPOINT_SECONDS
+
+SHOWN_NAMES = 5
+
+
+@dataclass(frozen=True)
+class Reproduce:
+    """Run the experiments behind a table or figure of the paper again, and write a page: claimed beside measured."""
+
+    items: Annotated[tuple[str, ...], tyro.conf.Positional]
+    """Names of tables and figures (`flatmin list items`), or all (on a laptop: days)."""
+    scale: Scale = "laptop"
+    """paper: its own settings (GPUs and data needed); laptop: small networks, real data, two cores; smoke: seconds."""
+    runs: Path = Path("runs/reproduce")
+    """The folder of all runs; finished ones are never repeated, interrupted ones go on."""
+    out: Path | None = None
+    """Where the page goes; RUNS/report-SCALE if None."""
+    only: tuple[str, ...] = ()
+    """Run only what has one of these texts in its name (table1/wrn-10-2/none, landscape/SAM/seed0); read the rest."""
+    engine: Literal["local", "ray"] = "local"
+    """local: processes of this machine; ray: a cluster."""
+    address: str | None = None
+    """Of an existing Ray cluster ("auto" finds one); a local one is started if None."""
+    processes: int = 0
+    """How many networks are trained at once; 0 is as many as there are cores (or GPUs)."""
+    threads: int = 0
+    """Threads of each; 0 is one, or with GPUs an equal share of the cores."""
+    data_root: Path | None = None
+    """The first folder in which datasets are looked for (then FLATMIN_DATA, ./data, the user's cache)."""
+    checkpoint_seconds: float = CHECKPOINT_SECONDS
+    """Save after so many seconds of training."""
+
+    def run(self, console: Console) -> None:
+        """Run the items, one after the other; write the page after each."""
+        from flatmin.lab.sweeps.sweep import Sweeper
+
+        if not self.items:
+            raise SpecError(f"Which table or figure? There are {', '.join(ITEMS)}, and all.")
+        chosen = items_named(self.items)
+        archive = Archive(self.runs)
+        skipped = self._cannot_run(chosen, archive)
+        _raise_if_none_is_left(chosen, skipped)
+        for name, why in skipped.items():
+            console.print(f"{name} is left out: {why}", highlight=False, markup=False)
+        out = self.out or self.runs / f"report-{self.scale}"
+        found: list[Findings] = []
+        page: Path | None = None
+        with Sweeper(
+            runs=self.runs,
+            data_root=self.data_root,
+            engine=self.engine,
+            address=self.address,
+            processes=self.processes,
+            threads=self.threads,
+            checkpoint_seconds=self.checkpoint_seconds,
+            console=console,
+        ) as sweeper:
+            lab: Laboratory = Restricted(sweeper, archive, self.only) if self.only else sweeper
+            for item in (item for item in chosen if item.name not in skipped):
+                console.print(f"[bold]{item.source}: {item.title}[/bold] ({item.name}, {self.scale})")
+                try:
+                    findings = item.study(self.scale, lab)
+                except (DataError, ModelError) as error:  # found, but damaged: the other items may not need it
+                    skipped[item.name] = error
+                    _raise_if_none_is_left(chosen, skipped)
+                    console.print(f"{item.name} is left out: {error}", highlight=False, markup=False)
+                    continue
+                found.append(with_all_missing(findings, item.study, archive))
+                page = write_page(found, self.runs, out)
+                print_verdicts(found[-1], console)
+        if page is not None:
+            console.print(f"The page: {page}")
+        if isinstance(lab, Restricted) and lab.num_meant == 0 and not skipped:
+            raise SpecError(self._what_comes_first(chosen, archive))
+        if skipped:
+            reasons = "\n".join(dict.fromkeys(map(str, skipped.values())))
+            raise DataError(f"What {', '.join(skipped)} needed was not there; all else was run.\n{reasons}")
+
+    def _cannot_run(self, chosen: Sequence[Item], archive: Archive) -> dict[str, Exception]:
+        """Return why some items cannot be run, by name; before the first one begins, because that may take hours.
+
+        Raises:
+            SpecError: ``only`` means no run of any item.
+        """
+        plans = {item.name: plan(item.study, self.scale, archive) for item in chosen}
+        labels = dict.fromkeys(text for planned in plans.values() for text in planned.labels)
+        if self.only and not any(is_meant(text, self.only) for text in labels):
+            names = list(dict.fromkeys(text.rpartition("/")[0].removesuffix(" (choosing)") for text in labels))
+            close = difflib.get_close_matches(self.only[0], names, n=SHOWN_NAMES, cutoff=0.5) or names[:SHOWN_NAMES]
+            raise SpecError(
+                f"--only {' '.join(self.only)}: no run has that in its name. There are {len(names)} names, for "
+                f"example {', '.join(close)}."
+            )
+        # The nodes of a cluster have files of their own, of which nothing is known here.
+        if self.engine == "ray":
+            return {}
+        inputs = Inputs(data_root=self.data_root)
+        found = {}
+        for name, planned in plans.items():
+            jobs = [job for job in planned.missing.values() if not self.only or is_meant(label(job), self.only)]
+            problems = inputs.problems(jobs)
+            if problems:
+                kind = type(problems[0])
+                found[name] = kind("\n".join(map(str, problems)))
+        return found
+
+    def _what_comes_first(self, chosen: Sequence[Item], archive: Archive) -> str:
+        """Return why nothing was run though ``only`` means some runs: their settings are to be chosen by others."""
+        missing = [label(job) for item in chosen for job in plan(item.study, self.scale, archive).missing.values()]
+        names = dict.fromkeys(text.rpartition("/")[0] for text in missing)
+        conditions = {name.rpartition("/")[0] for name in names if is_meant(name, self.only)}
+        first = [
+            name.removesuffix(" (choosing)")
+            for name in names
+            if name.endswith(" (choosing)") and name.rpartition("/")[0] in conditions
+        ]
+        first = [name for name in first if not is_meant(name, self.only)]
+        return (
+            f"--only {' '.join(self.only)}: nothing was run, because the settings of these runs follow from a choice "
+            f"among others. Name those too, or first: {', '.join(first[:SHOWN_NAMES])}."
+        )
+
+
+def _raise_if_none_is_left(chosen: Sequence[Item], skipped: dict[str, Exception]) -> None:
+    """Raise the one error there is, or all of them as one, where no item can be run."""
+    if chosen and len(skipped) == len(chosen):
+        raise (
+            next(iter(skipped.values()))
+            if len(skipped) == 1
+            else DataError(
+                "\n".join(dict.fromkeys(line for error in skipped.values() for line in str(error).splitlines()))
+            )
+        )

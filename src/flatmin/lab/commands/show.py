@@ -1,0 +1,48 @@
+"""``flatmin list`` and ``flatmin show``: what there is, and what became of a run."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from rich.console import Console
+
+from flatmin.lab.commands.console import find_run, last_metrics, metric, number, table
+from flatmin.lab.commands.progress import write_event
+from flatmin.lab.runs.directory import is_finished, read_sessions, read_spec
+from flatmin.lab.spec.fields import plain
+
+
+@dataclass(frozen=True)
+class Show:
+    """Show a run: what it is, how it went, where it ran."""
+
+    run_name: Annotated[str, tyro.conf.Positional]
+    """The run's directory, or its name (or the beginning of it) in the folder of runs."""
+    runs: Path = Path("runs")
+    """The folder of all runs."""
+    output: Literal["table", "json"] = "table"
+    """table: for people; json: one JSON object, for scripts."""
+
+    def run(self, console: Console) -> None:
+        """Print it."""
+        path = find_run(self.run_name, self.runs)
+        spec, metrics, sessions = plain(read_spec(path)), last_metrics(path), read_sessions(path)
+        if self.output == "json":
+            facts = {"directory": str(path), "finished": is_finished(path), "spec": spec, "metrics": metrics}
+            write_event("run", facts | {"sessions": sessions})
+            return
+        rows = [
+            (f"{part}.{name}", json.dumps(v)) for part in ("data", "model", "optim") for name, v in spec[part].items()
+        ]
+        rows += [(name, json.dumps(value)) for name, value in spec.items() if not isinstance(value, dict)]
+        console.print(table(str(path), ("setting", "value"), rows))
+        console.print(table("Last epoch", ("metric", "value"), [(n, metric(n, v)) for n, v in metrics.items()]))
+        if sessions:
+            title = f"Where it ran (the last of {len(sessions)} sessions)" if len(sessions) > 1 else "Where it ran"
+            console.print(table(title, ("what", "value"), [(n, _fact(v)) for n, v in sessions[-1].items()]))
+
+
+def _fact(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else number(value)

@@ -1,0 +1,62 @@
+"""``flatmin train``."""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from rich.console import Console
+
+from flatmin.lab.commands.progress import BarListener, JsonListener, write_event
+from flatmin.lab.runs.directory import Result
+from flatmin.lab.spec.experiment import Experiment
+from flatmin.lab.training.engine import CHECKPOINT_SECONDS, train
+
+Output = Literal["bar", "quiet", "json"]
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train a network; the same command again returns the finished result, or goes on where it stopped."""
+
+    experiment: Annotated[Experiment, tyro.conf.arg(name="")] = field(default_factory=Experiment)
+    seed: int = 0
+    """Initial weights, order, augmentation, random layers; at least 0."""
+    runs: Path = Path("runs")
+    """The folder of all runs."""
+    data_root: Path | None = None
+    """The first folder in which datasets are looked for (then FLATMIN_DATA, ./data, the user's cache)."""
+    output: Output = "bar"
+    """bar: progress for people; quiet: only the result; json: one JSON object a line, for scripts."""
+    checkpoint_seconds: float = CHECKPOINT_SECONDS
+    """Save after so many seconds of training."""
+
+    def run(self, console: Console) -> None:
+        """Train."""
+        keywords: dict[str, Any] = {
+            "seed": self.seed,
+            "runs": self.runs,
+            "data_root": self.data_root,
+            "checkpoint_seconds": self.checkpoint_seconds,
+        }
+        leads = os.environ.get("RANK", "0") == "0"
+        if self.output == "bar" and leads:
+            with BarListener(console) as listener:
+                result = train(self.experiment, listener=listener, **keywords)
+        else:
+            result = train(self.experiment, listener=JsonListener() if self.output == "json" else None, **keywords)
+        if not leads:
+            return
+        if self.output == "json":
+            write_event("result", {"directory": str(result.directory), **result.metrics})
+        else:
+            console.print(_summary(result))
+
+
+def _summary(result: Result) -> str:
+    errors = [f"{name} error {100 * (result.metrics.get(f'{name}_error') or 0.0):.2f} %" for name in ("valid", "test")]
+    errors = errors if "valid_error" in result.metrics else errors[1:]
+    num = len(result.history)
+    epochs = f"{num} epoch{'s' if num > 1 else ''}"
+    return f"{result.directory}: {', '.join(errors)} after {epochs}, {result.time_seconds:.0f} s"

@@ -1,0 +1,1 @@
+"""The study behind ``make demo``. May import studies and what studies may."""

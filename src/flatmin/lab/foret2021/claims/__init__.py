@@ -1,0 +1,1 @@
+"""What the paper says: its numbers, verbatim, and its claims in words."""

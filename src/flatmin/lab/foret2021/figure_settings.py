@@ -1,0 +1,92 @@
+"""What the studies of figures train at each scale, and what their findings have in common."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from flatmin.lab.foret2021.claims.figures import said_in_text
+from flatmin.lab.foret2021.scales import LAPTOP, PAPER_SUMMARY, SMOKE_SUMMARY, smoke
+from flatmin.lab.foret2021.settings import DROP_LAST, Training
+from flatmin.lab.spec.experiment import Data, Experiment, Model
+from flatmin.lab.studies.contrasts import verdicts_at
+from flatmin.lab.studies.findings import Findings, Hyperparameter, LineFigure, SurfaceFigure, Table, Verdict
+from flatmin.lab.studies.item import Scale
+from flatmin.lab.sweeps.jobs import Job, Measurement
+from flatmin.lab.sweeps.runners import Notebook
+
+LAPTOP_START = LAPTOP["fashion-mnist"]
+LAPTOP_RHO = 0.2
+"""SAM's rho on a laptop, where a figure does not choose it."""
+LAPTOP_EPOCHS = LAPTOP_START.epochs
+
+ABOUT_SCALE: Mapping[Scale, str] = {
+    "paper": PAPER_SUMMARY,
+    "laptop": "Small networks on 1,000 images of Fashion-MNIST, without augmentation, for 40 epochs on a laptop's two "
+    "cores, in place of large ones on the 50,000 images of CIFAR. They have many times more parameters than examples "
+    "and fit their training set. What can be compared is the sign of a difference, not its size.",
+    "smoke": SMOKE_SUMMARY,
+}
+
+
+def sam_rho(scale: Scale, paper: Training) -> float:
+    """Return SAM's rho where the figure is not about it."""
+    return paper.rho if scale == "paper" else LAPTOP_RHO
+
+
+def start(scale: Scale, paper: Training, *, rho: float, dataset: str = "cifar10") -> Experiment:
+    """Return the experiment that a figure varies, evaluated at its end; without SAM where rho is 0.
+
+    Args:
+        scale: laptop and smoke have a network and data of their own.
+        paper: the settings at the paper's scale.
+        rho: SAM's.
+        dataset: at the paper's scale.
+    """
+    if scale == "paper":
+        return Experiment(
+            data=Data(name=dataset, augment="basic", batch_size=paper.batch_size, drop_last=DROP_LAST),
+            model=Model(name=paper.model),
+            optim=paper.optim(rho),
+            epochs=paper.epochs,
+            evaluate_every=paper.epochs,
+        )
+    base = LAPTOP_START if scale == "laptop" else replace(smoke("cnn-2"), epochs=2, evaluate_every=2)
+    return replace(base, optim=replace(base.optim, rho=rho))
+
+
+def jobs_for(
+    experiment: Experiment, name: str, seeds: Sequence[int], measurements: tuple[Measurement, ...] = ()
+) -> list[Job]:
+    """Return a job for each seed."""
+    named = replace(experiment, name=name)
+    return [Job(experiment=named, seed=seed, measurements=measurements) for seed in seeds]
+
+
+def findings(
+    *,
+    item: str,
+    scale: Scale,
+    title: str,
+    source: str,
+    notebook: Notebook,
+    tables: Sequence[Table] = (),
+    figures: Sequence[LineFigure | SurfaceFigure] = (),
+    verdicts: Sequence[Verdict] = (),
+    hyperparameters: Sequence[Hyperparameter] = (),
+    notes: Sequence[str] = (),
+    about_scale: str | None = None,
+) -> Findings:
+    """Return findings with the runs that a notebook has noted; at the scale of a smoke test nothing is judged."""
+    return Findings(
+        item=item,
+        scale=scale,
+        title=title,
+        source=source,
+        about_scale=about_scale or ABOUT_SCALE[scale],
+        tables=tables,
+        figures=figures,
+        verdicts=verdicts_at(scale, verdicts),
+        hyperparameters=hyperparameters,
+        notes=[*notes, *said_in_text(item), *notebook.notes],
+        runs=notebook.runs,
+        num_missing=notebook.num_missing,
+    )

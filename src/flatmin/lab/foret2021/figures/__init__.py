@@ -1,0 +1,1 @@
+"""The experiments behind the paper's figures and its theorem."""

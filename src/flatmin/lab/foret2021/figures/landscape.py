@@ -1,0 +1,164 @@
+"""Figure 1, middle and right: the loss around the minima that SGD and SAM find (Section 1)."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from flatmin.lab.foret2021.claims.figures import FIGURES
+from flatmin.lab.foret2021.figure_settings import findings, jobs_for, sam_rho, start
+from flatmin.lab.foret2021.scales import replica_seeds
+from flatmin.lab.foret2021.settings import LANDSCAPES
+from flatmin.lab.foret2021.sources import HYPERPARAMETERS
+from flatmin.lab.spec.experiment import Experiment, Model
+from flatmin.lab.studies.contrasts import (
+    BySeed,
+    Contrast,
+    comparisons,
+    contrast_between,
+    judge,
+    measured_by_seed,
+    metric_by_seed,
+    number_cell,
+    run_names,
+)
+from flatmin.lab.studies.findings import Cell, Comparison, Findings, Surface, SurfaceFigure, Table, own_settings
+from flatmin.lab.studies.item import Scale
+from flatmin.lab.sweeps.jobs import Facts, Job, Measurement, Outcome
+from flatmin.lab.sweeps.runners import Laboratory, Notebook
+
+RADIUS = 0.5
+"""How far from the weights the rise of the loss is judged, in units of the weights: directions are as long as they are.
+Nearer than the figure's edge, where the loss of a network without residual connections says little of the minimum."""
+SPAN = 1.0
+LOWEST_HEIGHT = 1e-6
+"""Losses are drawn on a logarithmic scale, which has no 0."""
+NETWORK: dict[Scale, str] = {"paper": LANDSCAPES.model, "laptop": "resnet-20-noshort", "smoke": "resnet-20-noshort"}
+# The number of points in each direction, and of training images: a fine grid to look at, of one replica, and a coarse
+# one for the numbers, of each.
+PICTURE: dict[Scale, tuple[int, int | None]] = {"paper": (51, None), "laptop": (21, 300), "smoke": (5, 8)}
+NUMBERS: dict[Scale, tuple[int, int | None]] = {"paper": (21, 10_000), "laptop": (11, 300), "smoke": (5, 8)}
+
+
+def landscape(scale: Scale, lab: Laboratory) -> Findings:
+    """Show the loss on a plane through the weights of a network trained with SGD and with SAM (Figure 1).
+
+    The directions are the same draws for both networks, scaled to the filters of each (Li et al., 2018).
+    """
+    notebook, claims = Notebook(lab), FIGURES["landscapes"]
+    experiments = landscape_experiments(scale)
+    seeds = replica_seeds(scale)
+    picture, numbers = _plane(*PICTURE[scale]), _plane(*NUMBERS[scale])
+    jobs: dict[str, list[Job]] = {}
+    for method, experiment in experiments.items():
+        first, *others = jobs_for(experiment, f"landscape/{method}", seeds, (numbers,))
+        jobs[method] = [replace(first, measurements=tuple(dict.fromkeys((picture, numbers)))), *others]
+    found = notebook.replicas(jobs, "landscape: networks and their surroundings")
+
+    rise = contrast_between(
+        f"mean rise of the loss within {RADIUS:g} of the weights",
+        ("SAM", found["SAM"]),
+        ("SGD", found["SGD"]),
+        partial(measured_by_seed, measurement=numbers, read=rise_within(RADIUS)),
+        unit="",
+    )
+    rho = experiments["SAM"].optim.rho
+    return findings(
+        item="landscape",
+        scale=scale,
+        title=claims.title,
+        source=claims.source,
+        notebook=notebook,
+        tables=[_table(found, numbers, rise)],
+        figures=_surfaces(found, picture),
+        verdicts=[judge(claims.statements[0].claim, [rise])],
+        hyperparameters=HYPERPARAMETERS["landscapes"]
+        if scale == "paper"
+        else own_settings([experiments["SGD"]], ("rho", rho)),
+        notes=[
+            *claims.notes,
+            "The plane is through the weights, along two Gaussian directions, each filter as long as the network's; "
+            "batch norm has the statistics of the trained network everywhere.",
+        ],
+    )
+
+
+def landscape_experiments(scale: Scale) -> dict[str, Experiment]:
+    """Return the networks of Figure 1, by method."""
+    rhos = {"SGD": 0.0, "SAM": sam_rho(scale, LANDSCAPES)}
+    return {
+        method: replace(start(scale, LANDSCAPES, rho=rho), model=Model(name=NETWORK[scale]))
+        for method, rho in rhos.items()
+    }
+
+
+def rise_within(radius: float) -> Callable[[Facts], float | None]:
+    """Return how to read the mean of L(w + a d_1 + b d_2) - L(w) over 0 < a^2 + b^2 <= radius^2 from a landscape.
+
+    Example:
+        >>> facts = {"coordinates": [-1.0, 0.0, 1.0], "loss": [[9.0, 3.0, 9.0], [3.0, 1.0, 3.0], [9.0, 3.0, 9.0]]}
+        >>> rise_within(1.0)(facts), rise_within(1.5)(facts)
+        (2.0, 5.0)
+    """
+
+    def read(facts: Facts) -> float | None:
+        at = np.asarray(facts["coordinates"], dtype=float)
+        loss = np.asarray(facts["loss"], dtype=float)
+        distance = np.hypot(at[:, None], at[None, :])
+        near = (distance > 0) & (distance <= radius * (1 + 1e-9))
+        centre = loss[len(at) // 2, len(at) // 2]
+        return float(np.mean(loss[near] - centre)) if near.any() else None
+
+    return read
+
+
+def _plane(points: int, num_examples: int | None) -> Measurement:
+    settings = (("span", SPAN), ("points", points), ("num_examples", num_examples))
+    return Measurement(kind="landscape", settings=settings)
+
+
+def _table(found: dict[str, list[Outcome]], numbers: Measurement, contrast: Contrast) -> Table:
+    everywhere = rise_within(2 * SPAN)
+    readings: list[tuple[str, str, Callable[[list[Outcome]], BySeed]]] = [
+        (f"mean rise of the loss within {RADIUS:g}", "", lambda o: measured_by_seed(o, numbers, rise_within(RADIUS))),
+        ("mean rise of the loss over the plane", "", lambda o: measured_by_seed(o, numbers, everywhere)),
+        ("training loss", "", lambda o: measured_by_seed(o, numbers, _centre)),
+        ("test error", "%", lambda o: metric_by_seed(o, "test_error")),
+    ]
+    rows: list[list[str | Cell | Comparison]] = [
+        [name, *(number_cell(read(found[method]), found[method], unit=unit) for method in ("SGD", "SAM")), ""]
+        for name, unit, read in readings
+    ]
+    (rows[0][-1],) = comparisons([contrast])
+    return Table(title="How fast the loss rises around the weights", columns=["", "SGD", "SAM", "SAM - SGD"], rows=rows)
+
+
+def _surfaces(found: dict[str, list[Outcome]], picture: Measurement) -> list[SurfaceFigure]:
+    shown = {name: outcomes[0] for name, outcomes in found.items() if picture in outcomes[0].measured}
+    if not shown:
+        return []
+    return [
+        SurfaceFigure(
+            title="The loss around the weights, first replica of each",
+            height_label="training loss",
+            surfaces=[_surface(name, outcome.measured[picture]) for name, outcome in shown.items()],
+            log_height=True,
+            note="The same directions for both, scaled to the filters of each network.",
+            runs=run_names(shown.values()),
+        )
+    ]
+
+
+def _surface(name: str, facts: dict[str, Any]) -> Surface:
+    height = [
+        [max(value, LOWEST_HEIGHT) if math.isfinite(value) else math.nan for value in row] for row in facts["loss"]
+    ]
+    return Surface(name=name, coordinates=facts["coordinates"], height=height)
+
+
+def _centre(facts: Facts) -> float:
+    middle = len(facts["coordinates"]) // 2
+    return float(facts["loss"][middle][middle])

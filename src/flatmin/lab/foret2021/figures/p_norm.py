@@ -1,0 +1,123 @@
+"""The norm of the perturbation (Figure 6, Appendix C.5)."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from flatmin.lab.foret2021.claims.figures import FIGURES
+from flatmin.lab.foret2021.figure_settings import (
+    findings,
+    jobs_for,
+    start,
+)
+from flatmin.lab.foret2021.figures.m_and_rho import Curve, baseline_row, contrast_of
+from flatmin.lab.foret2021.scales import LAPTOP_RHOS, replica_seeds
+from flatmin.lab.foret2021.settings import NORMS, RHO_GRID, VALIDATION, rho_of_sup_norm
+from flatmin.lab.foret2021.sources import HYPERPARAMETERS
+from flatmin.lab.models.build import build_model
+from flatmin.lab.spec.datasets import dataset_info
+from flatmin.lab.spec.experiment import Experiment
+from flatmin.lab.studies.contrasts import (
+    comparisons,
+    judge,
+    run_names,
+)
+from flatmin.lab.studies.findings import Findings, Hyperparameter, LineFigure, Table, own_settings
+from flatmin.lab.studies.item import Scale
+from flatmin.lab.sweeps.jobs import Job
+from flatmin.lab.sweeps.runners import Laboratory, Notebook
+
+NORM_GRIDS: Mapping[Scale, Mapping[str, tuple[float, ...]]] = {
+    "paper": {"p = 2": RHO_GRID, "p = inf": RHO_GRID, "random": (*RHO_GRID, 1.0, 2.0, 5.0)},
+    "laptop": {"p = 2": LAPTOP_RHOS, "p = inf": LAPTOP_RHOS, "random": (0.2, 0.5, 1.0, 2.0, 5.0)},
+    "smoke": {"p = 2": (0.1,), "p = inf": (0.1,), "random": (0.1, 1.0)},
+}
+"""Euclidean lengths of the perturbation. A random direction rises far less than the gradient: it may go further."""
+
+
+def p_norm(scale: Scale, lab: Laboratory) -> Findings:
+    """Perturb along the gradient in the 2-norm and the sup norm, and at random, over rho (Appendix C.5)."""
+    notebook, claims = Notebook(lab), FIGURES["norms"]
+    found = notebook.replicas(p_norm_jobs(scale), "p-norm: replicas")
+    baseline = found.pop("SGD")
+    curves = {
+        kind: Curve(name=kind, outcomes={rho: found[_norm_name(kind, rho)] for rho in rhos})
+        for kind, rhos in NORM_GRIDS[scale].items()
+    }
+    two, sup, noise = (curves[kind] for kind in ("p = 2", "p = inf", "random"))
+    contrasts = [contrast_of(two, noise), contrast_of(sup, noise), contrast_of(two, sup)]
+    two_noise, sup_noise, two_sup = comparisons(contrasts)
+    beside = {"p = 2": (two_noise, two_sup), "p = inf": (sup_noise, ""), "random": ("", "")}
+    rows = [[*curve.row(), *beside[kind]] for kind, curve in curves.items()]
+    rows.append([*baseline_row(baseline), "", ""])
+    grids = [
+        Hyperparameter(name=f"rho grid, {kind}", value=rhos, source="ours", note="Euclidean length; not given")
+        for kind, rhos in NORM_GRIDS[scale].items()
+    ]
+    paper = [h for h in HYPERPARAMETERS["norms"] if not h.name.startswith("rho grid")]
+    return findings(
+        item="p-norm",
+        scale=scale,
+        title=claims.title,
+        source=claims.source,
+        notebook=notebook,
+        tables=[
+            Table(
+                title="Test error at the rho that the validation set chooses for each perturbation",
+                columns=[
+                    *("perturbation", "rho", "validation error", "test error"),
+                    *("compared with random", "compared with p = inf"),
+                ],
+                rows=rows,
+                note="rho is the Euclidean length; for p = inf each weight moves by rho / sqrt(number of weights).",
+            )
+        ],
+        figures=[
+            LineFigure(
+                title="Test error over the length of the perturbation",
+                x_label="Euclidean length of the perturbation",
+                y_label="test error, %",
+                series=[curve.series() for curve in curves.values()],
+                log_x=True,
+                runs=run_names(o for outcomes in found.values() for o in outcomes),
+            )
+        ],
+        verdicts=[judge(claims.statements[0].claim, contrasts)],
+        hyperparameters=[*(paper if scale == "paper" else own_settings([baseline[0].job.experiment])), *grids],
+        notes=[
+            *claims.notes,
+            f"All runs hold out {VALIDATION:.0%} of the training set, so that rho is chosen without the test set.",
+        ],
+    )
+
+
+def p_norm_jobs(scale: Scale) -> dict[str, list[Job]]:
+    """Return the replicas of each perturbation and length, and of SGD."""
+    seeds = replica_seeds(scale)
+    base = start(scale, NORMS, rho=0.0)
+    base = replace(base, data=replace(base.data, validation=VALIDATION))
+    num_weights = _num_weights(base)
+    jobs = {"SGD": jobs_for(base, "p-norm/SGD", seeds)}
+    for kind, rhos in NORM_GRIDS[scale].items():
+        for rho in rhos:
+            optim = start(scale, NORMS, rho=rho_of_sup_norm(rho, num_weights) if kind == "p = inf" else rho).optim
+            if kind == "p = inf":
+                optim = replace(optim, p=math.inf)
+            elif kind == "random":
+                optim = replace(optim, direction="random")
+            name = _norm_name(kind, rho)
+            jobs[name] = jobs_for(replace(base, optim=optim), f"p-norm/{name}", seeds)
+    return jobs
+
+
+def _norm_name(kind: str, rho: float) -> str:
+    return f"{kind}, rho={rho:g}"
+
+
+def _num_weights(experiment: Experiment) -> int:
+    info = dataset_info(experiment.data.name)
+    with torch.device("meta"):  # shapes alone: the large networks take seconds to fill
+        network = build_model(experiment.model, num_classes=info.num_classes, in_channels=info.channels)
+    return sum(parameter.numel() for parameter in network.parameters())

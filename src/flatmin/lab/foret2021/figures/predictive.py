@@ -1,0 +1,323 @@
+"""Figure 3, right: how well m-sharpness predicts the generalization gap, over m (Section 4.1)."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from scipy.stats import rankdata
+
+from flatmin.lab.foret2021.claims.figures import FIGURES
+from flatmin.lab.foret2021.figure_settings import ABOUT_SCALE, findings, start
+from flatmin.lab.foret2021.settings import DEFAULT_RHO, M_SHARPNESS
+from flatmin.lab.foret2021.sources import HYPERPARAMETERS
+from flatmin.lab.spec.experiment import Experiment, Model, Optim
+from flatmin.lab.studies.contrasts import run_names
+from flatmin.lab.studies.findings import (
+    Cell,
+    Comparison,
+    Findings,
+    Held,
+    LineFigure,
+    Series,
+    Table,
+    Verdict,
+    own_settings,
+)
+from flatmin.lab.studies.item import Scale
+from flatmin.lab.studies.statistics import SIGNIFICANT, Interval
+from flatmin.lab.sweeps.jobs import Job, Measurement, Outcome
+from flatmin.lab.sweeps.runners import Laboratory, Notebook
+from flatmin.measures import predictive_power
+from flatmin.measures.predictive import Score
+
+PGDL = (
+    "At the paper's scale this needs the networks of the two public tasks of the NeurIPS 2020 competition 'Predicting "
+    "Generalization in Deep Learning' (https://competitions.codalab.org/competitions/25301), which cannot be trained "
+    "again from what is published. Nothing was run. The laptop scale trains a zoo of its own."
+)
+ABOUT_ZOO = (
+    "A zoo of its own instead of the competition's networks: {num} small Wide ResNets on {size:,} images of {dataset}, "
+    "over width, depth, learning rate, batch size and weight decay, each trained until the mean loss of an epoch is at "
+    "most {loss:g}."
+)
+HYPERPARAMETER_NAMES = ("width", "depth", "learning rate", "batch size", "weight decay")
+NUM_SWAPS = 199
+"""Of the test whether one measure predicts better than another."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Zoo:
+    """A grid of networks, and when to stop each of them."""
+
+    widths: tuple[int, ...]
+    depths: tuple[int, ...]
+    lrs: tuple[float, ...]
+    batch_sizes: tuple[int, ...]
+    decays: tuple[float, ...]
+    stop_loss: float
+    epochs: int
+    m_values: tuple[int, ...]
+    """Beside m = n, all of the training set."""
+
+    def hyperparameters(self) -> list[tuple[int, int, float, int, float]]:
+        """Return width, depth, learning rate, batch size and decay of each network."""
+        return list(itertools.product(self.widths, self.depths, self.lrs, self.batch_sizes, self.decays))
+
+
+ZOOS: dict[Scale, Zoo] = {
+    "laptop": Zoo(
+        widths=(1, 2, 3),
+        depths=(10, 16),
+        lrs=(0.03, 0.1),
+        batch_sizes=(32, 64, 128),
+        decays=(0.0, 1e-3),
+        stop_loss=0.05,
+        epochs=60,
+        m_values=(1, 4, 16, 64, 256),
+    ),
+    "smoke": Zoo(
+        widths=(1, 2),
+        depths=(10,),
+        lrs=(0.05, 0.1),
+        batch_sizes=(20,),
+        decays=(0.0,),
+        stop_loss=100.0,
+        epochs=1,
+        m_values=(4,),
+    ),
+}
+
+
+def predictive(scale: Scale, lab: Laboratory) -> Findings:
+    """Score m-sharpness as a predictor of the generalization gap over a zoo of networks, for several m.
+
+    Networks that do not reach the loss at which all are stopped, or have no finite sharpness, are left out and counted.
+    """
+    notebook, claims = Notebook(lab), FIGURES["predictive-power"]
+    claim = claims.statements[0].claim
+    if scale not in ZOOS:
+        return findings(
+            item="predictive",
+            scale=scale,
+            title=claims.title,
+            source=claims.source,
+            notebook=notebook,
+            verdicts=[Verdict(claim=claim, held="not tested", evidence=PGDL)],
+            hyperparameters=HYPERPARAMETERS["predictive-power"],
+            notes=[*claims.notes, PGDL],
+        )
+    zoo, jobs = ZOOS[scale], zoo_jobs(scale)
+    found = notebook.outcomes(jobs, "predictive: a zoo of networks")
+    measurements = sharpness_measurements(zoo)
+    members = [
+        (h, outcome)
+        for h, outcome in zip(zoo.hyperparameters(), found, strict=True)
+        if outcome.result is not None and all(m in outcome.measured for m in measurements.values())
+    ]
+    stopped = [(h, outcome) for h, outcome in members if _reached(outcome, zoo.stop_loss)]
+    num_short, num_stopped = len(members) - len(stopped), len(stopped)
+    stopped = [(h, o) for h, o in stopped if all(math.isfinite(_sharpness(o, m)) for m in measurements.values())]
+    num_not_finite = num_stopped - len(stopped)
+    gaps = [_gap(outcome) for _, outcome in stopped]
+    sharpness = {
+        m: [_sharpness(outcome, measurement) for _, outcome in stopped] for m, measurement in measurements.items()
+    }
+    grid = [h for h, _ in stopped]
+    scores = {m: _score(values, gaps, grid) for m, values in sharpness.items()}
+    known = {m: score for m, score in scores.items() if score is not None}
+    size, dataset = jobs[0].experiment.data.train_size or 0, jobs[0].experiment.data.name
+    about = ABOUT_ZOO.format(num=len(jobs), size=size, dataset=dataset, loss=zoo.stop_loss)
+    return findings(
+        item="predictive",
+        scale=scale,
+        title=claims.title,
+        source=claims.source,
+        notebook=notebook,
+        tables=[_table(scores, run_names(outcome for _, outcome in stopped))] if known else [],
+        figures=[_score_figure(known, size, stopped), _point_figure(sharpness, gaps, stopped)] if known else [],
+        verdicts=[_verdict(claim, known, sharpness, gaps, grid, notebook.num_missing)],
+        hyperparameters=own_settings(
+            [job.experiment for job in jobs],
+            ("loss to stop at", zoo.stop_loss),
+            ("rho of the measure", DEFAULT_RHO),
+        ),
+        notes=[
+            *claims.notes,
+            f"{len(stopped)} networks of {len(jobs)} are counted; {num_short} did not come to the loss of "
+            f"{zoo.stop_loss:g} in {zoo.epochs} epochs and are left out.",
+            *([f"{num_not_finite} more have a sharpness that is not finite, and are left out."] * bool(num_not_finite)),
+            "The gap is test error minus training error (of the last epoch, as it was trained).",
+        ],
+        about_scale=about if scale == "laptop" else f"{ABOUT_SCALE[scale]} {about}",
+    )
+
+
+def zoo_jobs(scale: Scale) -> list[Job]:
+    """Return a network for each point of the grid, in the order of ``Zoo.hyperparameters``."""
+    zoo = ZOOS[scale]
+    base = start(scale, M_SHARPNESS, rho=0.0)
+    measurements = tuple(sharpness_measurements(zoo).values())
+    return [
+        Job(
+            experiment=_member(base, zoo, *h),
+            measurements=measurements,
+        )
+        for h in zoo.hyperparameters()
+    ]
+
+
+def sharpness_measurements(zoo: Zoo) -> dict[int | None, Measurement]:
+    """Return how m-sharpness is measured, by m; None is the whole training set."""
+    return {m: Measurement(kind="sharpness", settings=(("rho", DEFAULT_RHO), ("m", m))) for m in (*zoo.m_values, None)}
+
+
+def _member(
+    base: Experiment, zoo: Zoo, width: int, depth: int, lr: float, batch_size: int, weight_decay: float
+) -> Experiment:
+    return replace(
+        base,
+        name=f"predictive/width {width}, depth {depth}, lr {lr:g}, batch {batch_size}, decay {weight_decay:g}",
+        data=replace(base.data, batch_size=batch_size),
+        model=Model(name=f"wrn-{depth}-{width}"),
+        # Constant: when the loss is reached must not depend on a schedule that ends at 0.
+        optim=Optim(lr=lr, weight_decay=weight_decay, schedule="constant"),
+        epochs=zoo.epochs,
+        evaluate_every=zoo.epochs,
+        stop_loss=zoo.stop_loss,
+    )
+
+
+def _reached(outcome: Outcome, stop_loss: float) -> bool:
+    loss = outcome.result.metrics["train_loss"] if outcome.result is not None else None
+    return loss is not None and loss <= stop_loss
+
+
+def _sharpness(outcome: Outcome, measurement: Measurement) -> float:
+    return float(outcome.measured[measurement]["m_sharpness"])
+
+
+def _gap(outcome: Outcome) -> float:
+    assert outcome.result is not None
+    metrics = outcome.result.metrics
+    return 100 * (float(metrics["test_error"] or 0.0) - float(metrics["train_error"] or 0.0))
+
+
+def _score(values: Sequence[float], gaps: Sequence[float], grid: Sequence[tuple[float, ...]]) -> Score | None:
+    """Return the score; None where no two networks share two hyperparameters and differ in the gap: too few, so far."""
+    gaps_of: dict[tuple[float, ...], set[float]] = {}
+    for h, gap in zip(grid, gaps, strict=True):
+        for first, second in itertools.combinations(range(len(h)), 2):
+            gaps_of.setdefault((first, second, h[first], h[second]), set()).add(gap)
+    if not any(len(found) > 1 for found in gaps_of.values()):
+        return None
+    return predictive_power(values, gaps, grid)
+
+
+def better_predictor(
+    first: Sequence[float], second: Sequence[float], gaps: Sequence[float], grid: Sequence[tuple[float, ...]]
+) -> float:
+    """Return the two-sided p-value that two measures predict the gap equally well.
+
+    If they do, it does not matter which of the two ranks of a network belongs to which measure: they are swapped at
+    random, network by network, and the difference of the scores is compared with those that come of it.
+    """
+    ranks = np.stack([rankdata(first), rankdata(second)])
+    rng = np.random.default_rng(0)
+
+    def difference(pair: np.ndarray) -> float:
+        one, two = (predictive_power(row.tolist(), gaps, grid, permutations=1).score for row in pair)
+        return one - two
+
+    observed = abs(difference(ranks))
+    swapped = [np.where(rng.random(len(gaps)) < 0.5, ranks, ranks[::-1]) for _ in range(NUM_SWAPS)]
+    as_large = sum(abs(difference(pair)) >= observed - 1e-12 for pair in swapped)
+    return (1 + as_large) / (1 + NUM_SWAPS)
+
+
+def _verdict(
+    claim: str,
+    scores: dict[int | None, Score],
+    sharpness: dict[int | None, list[float]],
+    gaps: Sequence[float],
+    grid: Sequence[tuple[float, ...]],
+    num_missing: int,
+) -> Verdict:
+    if num_missing:
+        why = f"{num_missing} networks of the zoo are missing; nothing is judged before all are there."
+        return Verdict(claim=claim, held="not tested", evidence=why)
+    numbers = [m for m in scores if m is not None]
+    if not numbers or None not in scores:
+        return Verdict(claim=claim, held="not tested", evidence="Too few networks are there to score a measure.")
+    smallest = min(numbers)
+    small, whole = scores[smallest], scores[None]
+    p = better_predictor(sharpness[smallest], sharpness[None], gaps, grid)
+    held: Held = "no difference shown"
+    if p < SIGNIFICANT:
+        held = "held" if small.score > whole.score else "did not hold"
+    said = [
+        f"score {small.score:.3f} for m = {smallest} and {whole.score:.3f} for m = n; "
+        f"{small.num_models} networks, p = {p:.2g}"
+    ]
+    for name, score in ((f"m = {smallest}", small), ("m = n", whole)):
+        if score.score <= score.null_high:
+            said.append(f"{name} scores no more than a shuffled measure may (up to {score.null_high:.3f})")
+        if score.kendall_tau < 0:
+            said.append(f"{name} orders the networks the wrong way round (Kendall's tau {score.kendall_tau:.2f})")
+    if held == "held" and (small.score <= small.null_high or small.kendall_tau < 0):
+        held = "did not hold"  # a better score that is no evidence, or of the wrong sign, is not what is claimed
+    return Verdict(claim=claim, held=held, evidence="; ".join(said) + ".")
+
+
+def _table(scores: dict[int | None, Score | None], runs: tuple[str, ...]) -> Table:
+    rows: list[list[str | Cell | Comparison]] = []
+    for m, score in scores.items():
+        if score is not None:
+            cell = Cell(measured=Interval(score.score, math.nan), unit="", runs=runs)
+            null = f"{score.null_low:.3f} to {score.null_high:.3f}"
+            rows.append(["n" if m is None else str(m), cell, null, f"{score.kendall_tau:.3f}"])
+    return Table(
+        title="Predictive power of m-sharpness",
+        columns=["m", "score", "of a shuffled measure (95 %)", "Kendall's tau"],
+        rows=rows,
+        note="The score is the smallest normalised mutual information given two hyperparameters, in [0, 1].",
+    )
+
+
+def _score_figure(
+    scores: dict[int | None, Score], size: int, stopped: Sequence[tuple[tuple[float, ...], Outcome]]
+) -> LineFigure:
+    x = [float(size if m is None else m) for m in scores]
+    values = list(scores.values())
+    return LineFigure(
+        title="Predictive power of m-sharpness over m",
+        x_label="m (the last: all training images)",
+        y_label="score",
+        series=[
+            Series(name="m-sharpness", x=x, y=[s.score for s in values]),
+            Series(name="shuffled, 97.5 %", x=x, y=[s.null_high for s in values], mode="lines"),
+            Series(name="shuffled, 2.5 %", x=x, y=[s.null_low for s in values], mode="lines"),
+        ],
+        log_x=True,
+        runs=run_names(outcome for _, outcome in stopped),
+    )
+
+
+def _point_figure(
+    sharpness: dict[int | None, list[float]],
+    gaps: Sequence[float],
+    stopped: Sequence[tuple[tuple[float, ...], Outcome]],
+) -> LineFigure:
+    said = [", ".join(f"{n} {v:g}" for n, v in zip(HYPERPARAMETER_NAMES, h, strict=True)) for h, _ in stopped]
+    return LineFigure(
+        title="Each network: m-sharpness and generalization gap",
+        x_label="m-sharpness",
+        y_label="generalization gap, points",
+        series=[
+            Series(name=f"m = {'n' if m is None else m}", x=values, y=gaps, hover=said, mode="markers")
+            for m, values in sharpness.items()
+            if m is None or m == min(k for k in sharpness if k is not None)
+        ],
+        runs=run_names(outcome for _, outcome in stopped),
+    )

@@ -1,0 +1,240 @@
+"""Networks trained from scratch: Tables 1, 5 and 9 (Section 3.1, Appendices B.1 and C.3)."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from flatmin.lab.foret2021 import settings
+from flatmin.lab.foret2021.claims import appendix as claims_appendix
+from flatmin.lab.foret2021.claims import tables as claims
+from flatmin.lab.foret2021.claims.figures import said_in_text
+from flatmin.lab.foret2021.claims.tables import AUGMENTATIONS, CIFAR_ROWS, Classification
+from flatmin.lab.foret2021.scales import (
+    LAPTOP,
+    LAPTOP_DECAYS,
+    LAPTOP_LRS,
+    LAPTOP_M,
+    LAPTOP_RHOS,
+    SUMMARIES,
+    replica_seeds,
+    smoke,
+)
+from flatmin.lab.foret2021.settings import Training
+from flatmin.lab.foret2021.sources import HYPERPARAMETERS
+from flatmin.lab.spec.experiment import Augment, Data, Experiment, Model
+from flatmin.lab.studies.condition_tables import contest_findings
+from flatmin.lab.studies.conditions import (
+    Contest,
+    Method,
+    as_it_is,
+    baselines,
+    by_micro_batches,
+    hold_contests,
+    sam_and_small_m,
+    twice,
+    with_rates,
+    with_rho,
+)
+from flatmin.lab.studies.findings import Findings
+from flatmin.lab.studies.item import Scale
+from flatmin.lab.studies.printed import Claimed, Claims
+from flatmin.lab.sweeps.runners import Laboratory
+
+LABELS = ("model", "augmentation")
+FAMILY_ROWS = {
+    "wrn": "WRN-28-10 (200 epochs)",
+    "shake-shake": "Shake-Shake (26 2x96d)",
+    "pyramidnet-shakedrop": "PyramidNet+ShakeDrop",
+    "pyramidnet": "PyramidNet",
+}
+"""The rows of Table 1, by the family of the network."""
+SMOKE_FAMILIES = ("wrn-10-1", "shake-shake-26-2x2d", "pyramidnet-11-6", "pyramidnet-11-6-shakedrop")
+
+
+def table1(scale: Scale, lab: Laboratory) -> Findings:
+    """Table 1: CIFAR-10 and CIFAR-100, five models, three augmentations."""
+    return _findings("table1", scale, lab, table1_contests(scale), claims.CIFAR, "cifar")
+
+
+def table1_contests(scale: Scale) -> list[Contest]:
+    """Return the conditions of Table 1."""
+    return {"paper": _cifar_paper, "laptop": _small_images_laptop, "smoke": _families_smoke}[scale]()
+
+
+def svhn_fashion(scale: Scale, lab: Laboratory) -> Findings:
+    """Table 5: SVHN and Fashion-MNIST, two models, two augmentations."""
+    contests = svhn_fashion_contests(scale)
+    return _findings("svhn-fashion", scale, lab, contests, claims_appendix.SVHN_FASHION, "svhn-fashion")
+
+
+def svhn_fashion_contests(scale: Scale) -> list[Contest]:
+    """Return the conditions of Table 5."""
+    if scale == "paper":
+        return _svhn_fashion_paper()
+    if scale == "laptop":
+        return [
+            _laptop_contest("basic", "fashion-mnist"),
+            _laptop_contest("cutout", "fashion-mnist"),
+            _laptop_contest("basic", "fashion-mnist", model="shake-shake-26-2x8d"),
+        ]
+    return [_smoke_contest(SMOKE_FAMILIES[0], "basic"), _smoke_contest(SMOKE_FAMILIES[1], "cutout")]
+
+
+def cifar_default_rho(scale: Scale, lab: Laboratory) -> Findings:
+    """Table 9: the conditions of Table 1 with rho = 0.05 throughout, nothing chosen."""
+    if scale == "paper":
+        contests = _cifar_paper(settings.DEFAULT_RHO)
+    elif scale == "laptop":
+        rhos, row = (settings.DEFAULT_RHO,), FAMILY_ROWS["wrn"]
+        fashion = _laptop_contest("none", "fashion-mnist", rhos=rhos, every_m=True)
+        cifar = _laptop_contest("basic", "cifar10", rhos=rhos)
+        claimed = {
+            (cifar.methods[i].name, "test_error"): claims_appendix.CIFAR_RHO_005[
+                Classification(row, "basic", "cifar10", key)
+            ]
+            for i, key in ((0, "sgd"), (-1, "sam"))
+        }
+        contests = [replace(fashion, claimed={}), replace(cifar, claimed=claimed)]
+    else:
+        contests = [_smoke_contest(SMOKE_FAMILIES[0], "basic", rhos=(settings.DEFAULT_RHO,))]
+    return _findings("rho-0.05", scale, lab, contests, claims_appendix.CIFAR_RHO_005, "cifar")
+
+
+def _findings(
+    item: str,
+    scale: Scale,
+    lab: Laboratory,
+    contests: Sequence[Contest],
+    claimed: Claims[Any],
+    hyperparameters: str,
+) -> Findings:
+    entries, needed = hold_contests(contests, lab, item, replica_seeds(scale))
+    return contest_findings(
+        entries,
+        needed,
+        item=item,
+        scale=scale,
+        claims=claimed,
+        about_scale=SUMMARIES[scale],
+        label_columns=LABELS,
+        hyperparameters=HYPERPARAMETERS[hyperparameters] if scale == "paper" else (),
+        notes=said_in_text(item),
+    )
+
+
+def _cifar_paper(rho: float | None = None) -> list[Contest]:
+    source = claims.CIFAR if rho is None else claims_appendix.CIFAR_RHO_005
+    return [
+        _paper_contest(row, augment, dataset, settings.CIFAR[row, dataset], source, rho)
+        for row in CIFAR_ROWS
+        for augment in AUGMENTATIONS
+        for dataset in ("cifar10", "cifar100")
+    ]
+
+
+def _svhn_fashion_paper() -> list[Contest]:
+    return [
+        _paper_contest(row, augment, dataset, training, claims_appendix.SVHN_FASHION, None)
+        for (row, dataset), training in settings.SVHN_FASHION.items()
+        for augment in ("basic", "autoaugment")
+    ]
+
+
+def _paper_contest(
+    row: str, augment: str, dataset: str, training: Training, source: Claims[Classification], rho: float | None
+) -> Contest:
+    chosen = training.rho if rho is None else rho
+    start = Experiment(
+        data=Data(
+            name=dataset,
+            augment=settings.small_image_augment(dataset, augment),
+            batch_size=training.batch_size,
+            drop_last=settings.DROP_LAST,
+            cutout_shared=settings.CUTOUT_SHARED,
+            extra=dataset == "svhn",
+        ),
+        model=Model(name=training.model),
+        optim=training.optim(rho=0.0),
+        epochs=training.epochs,
+    )
+    claimed: dict[tuple[str, str], Claimed] = {
+        (name, "test_error"): source[Classification(row, augment, dataset, key)]
+        for name, key in (("SGD", "sgd"), ("SAM", "sam"))
+    }
+    return Contest(
+        labels=(row, augment), column=dataset, start=start, methods=sgd_and_sam(chosen, training.m), claimed=claimed
+    )
+
+
+def sgd_and_sam(rho: float, m: int | None, doubles: bool = True) -> tuple[Method, ...]:
+    """Return SGD, also for twice as many epochs if it doubles, and SAM, with nothing to choose."""
+    sgd = Method(name="SGD", candidates=as_it_is)
+    baselines = (sgd, twice(sgd)) if doubles else (sgd,)
+    names = tuple(method.name for method in baselines)
+    return (*baselines, Method(name="SAM", candidates=with_rho([rho], m), after="SGD", against=(names,)))
+
+
+def _small_images_laptop() -> list[Contest]:
+    """Return Table 1's conditions for two cores; the first is the cheapest."""
+    contests = [_laptop_contest("none", "fashion-mnist", every_m=True), _laptop_contest("basic", "fashion-mnist")]
+    contests += [_laptop_contest("basic", "cifar10"), _laptop_contest("autoaugment", "cifar10")]
+    models = ("shake-shake-26-2x8d", "pyramidnet-29-24", "pyramidnet-29-24-shakedrop")
+    return contests + [_laptop_contest("basic", "cifar10", model=model) for model in models]
+
+
+def _laptop_contest(
+    augment: Augment,
+    dataset: str,
+    model: str | None = None,
+    rhos: Sequence[float] = LAPTOP_RHOS,
+    every_m: bool = False,
+) -> Contest:
+    """Return a condition with the paper's m, an eighth of a batch; with every_m also with one eps for the batch."""
+    start = LAPTOP[dataset]
+    start = replace(start, data=replace(start.data, augment=augment))
+    if model is not None:
+        start = replace(start, model=Model(name=model))
+    rates = with_rates(LAPTOP_LRS, LAPTOP_DECAYS)
+    if every_m:
+        methods, sgd, sam = (*baselines(rates), *sam_and_small_m(rhos, LAPTOP_M)), "SGD", "SAM"
+    else:
+        methods = by_micro_batches(rates, rhos, LAPTOP_M)
+        sgd, sam = methods[0].name, methods[-1].name
+    return Contest(
+        labels=(start.model.name, augment),
+        column=dataset,
+        start=start,
+        methods=methods,
+        claimed=_nearest_claims(start.model.name, augment, dataset, sgd, sam),
+    )
+
+
+def _nearest_claims(model: str, augment: Augment, dataset: str, sgd: str, sam: str) -> dict[tuple[str, str], Claimed]:
+    """Return the paper's numbers for the condition that is most like one of the laptop's."""
+    family = next(prefix for prefix in FAMILY_ROWS if model.startswith(prefix))
+    if dataset == "fashion-mnist":  # where "auto augment" is Cutout
+        source = claims_appendix.SVHN_FASHION
+        row = FAMILY_ROWS[family] if family == "shake-shake" else "Wide-ResNet-28-10"
+        column = "autoaugment" if augment == "cutout" else "basic"
+    else:
+        source, row = claims.CIFAR, FAMILY_ROWS["pyramidnet-shakedrop" if model.endswith("shakedrop") else family]
+        column = augment if augment in AUGMENTATIONS else "basic"
+    pairs = ((sgd, "sgd"), (sam, "sam"))
+    return {(name, "test_error"): source[Classification(row, column, dataset, key)] for name, key in pairs}
+
+
+def _families_smoke() -> list[Contest]:
+    augments: tuple[Augment, ...] = ("basic", "cutout", "autoaugment", "none")
+    return [_smoke_contest(model, augment) for model, augment in zip(SMOKE_FAMILIES, augments, strict=True)]
+
+
+def _smoke_contest(model: str, augment: Augment, rhos: Sequence[float] = (0.05, 0.1)) -> Contest:
+    start = smoke(model)
+    start = replace(start, data=replace(start.data, augment=augment))
+    return Contest(
+        labels=(model, augment),
+        column=start.data.name,
+        start=start,
+        methods=(*baselines(with_rates((0.1,), (5e-4, 1e-3))), *sam_and_small_m(rhos, 10)),
+        claimed={},
+    )

@@ -1,0 +1,117 @@
+"""More and more epochs: Table 2 (Section 3.1), ResNets on ImageNet."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+
+from flatmin.lab.foret2021 import settings
+from flatmin.lab.foret2021.claims import tables as claims
+from flatmin.lab.foret2021.claims.figures import said_in_text
+from flatmin.lab.foret2021.claims.tables import ImageNetCell
+from flatmin.lab.foret2021.scales import LAPTOP, SUMMARIES, replica_seeds, smoke
+from flatmin.lab.foret2021.sources import HYPERPARAMETERS
+from flatmin.lab.foret2021.tables.from_scratch import sgd_and_sam
+from flatmin.lab.spec.experiment import Data, Experiment, Model
+from flatmin.lab.studies.condition_tables import contest_findings
+from flatmin.lab.studies.conditions import Contest, Entry, hold_contests
+from flatmin.lab.studies.contrasts import Contrast, contrast_between, judge, metric_by_seed, verdicts_at
+from flatmin.lab.studies.findings import Findings, Verdict
+from flatmin.lab.studies.item import Scale
+from flatmin.lab.sweeps.runners import Laboratory
+
+LAPTOP_SUMMARY = (
+    "A small network (WRN-10-2) on 1,000 images of CIFAR-10 for 20, 40 and 80 epochs on a laptop's two cores, in place "
+    "of ResNets on the 1.28 million images of ImageNet for 100, 200 and 400 epochs on 32 accelerators. The "
+    "numbers beside are ResNet-50's. What can be compared is the sign of a difference, not its size."
+)
+
+
+def imagenet(scale: Scale, lab: Laboratory) -> Findings:
+    """Table 2: ResNets on ImageNet for 100, 200 and 400 epochs, top-1 and top-5 error; nothing doubles."""
+    entries, needed = hold_contests(imagenet_contests(scale), lab, "imagenet", replica_seeds(scale))
+    found = contest_findings(
+        entries,
+        needed,
+        item="imagenet",
+        scale=scale,
+        claims=claims.IMAGENET,
+        about_scale=LAPTOP_SUMMARY if scale == "laptop" else SUMMARIES[scale],
+        label_columns=("model",),
+        metrics=("test_error", "test_top5_error") if scale == "paper" else ("test_error",),
+        hyperparameters=HYPERPARAMETERS["imagenet"] if scale == "paper" else (),
+        notes=said_in_text("imagenet"),
+    )
+    return replace(found, verdicts=[*found.verdicts, *verdicts_at(scale, _over_epochs(entries))])
+
+
+def _over_epochs(entries: Sequence[Entry]) -> list[Verdict]:
+    """Judge that with SAM the error falls with more epochs, and that without it rises in the end."""
+    _, falls, rises = (statement.claim for statement in claims.IMAGENET.statements)
+    read = partial(metric_by_seed, metric="test_error")
+    falling: list[Contrast] = []
+    rising: list[Contrast] = []
+    for model in dict.fromkeys(e.contest.labels[0] for e in entries):
+        for method, contrasts in (("SAM", falling), ("SGD", rising)):
+            own = [e for e in entries if e.contest.labels[0] == model and e.method.name == method]
+            own.sort(key=lambda e: e.contest.start.epochs)
+            replicas = [(e.contest.column, e.replicas) for e in own]
+            for shorter, longer in pairwise(replicas if method == "SAM" else replicas[-2:]):
+                low, high = (longer, shorter) if method == "SAM" else (shorter, longer)
+                contrasts.append(contrast_between(f"test error of {model} with {method}, %", low, high, read))
+    return [judge(falls, falling), judge(rises, rising)]
+
+
+def imagenet_contests(scale: Scale) -> list[Contest]:
+    """Return the conditions of Table 2."""
+    if scale == "paper":
+        return [_imagenet_contest(model, epochs) for model, epochs in settings.IMAGENET]
+    return _epochs_contests(scale)
+
+
+def _imagenet_contest(model: str, epochs: int) -> Contest:
+    training = settings.IMAGENET[model, epochs]
+    start = Experiment(
+        data=Data(
+            name="imagenet",
+            augment="imagenet",
+            batch_size=training.batch_size,
+            image_size=settings.IMAGENET_IMAGE_SIZE,
+            drop_last=settings.DROP_LAST,
+        ),
+        model=Model(name=model),
+        optim=training.optim(rho=0.0),
+        epochs=epochs,
+    )
+    claimed = {
+        (name, metric): claims.IMAGENET[ImageNetCell(model, epochs, key, top)]
+        for name, key in (("SGD", "sgd"), ("SAM", "sam"))
+        for metric, top in (("test_error", 1), ("test_top5_error", 5))
+    }
+    methods = sgd_and_sam(training.rho, training.m, doubles=False)
+    return Contest(labels=(model,), column=f"{epochs} epochs", start=start, methods=methods, claimed=claimed)
+
+
+def _epochs_contests(scale: Scale) -> list[Contest]:
+    """Return what Table 2 asks, on a small scale: more and more epochs, with and without SAM."""
+    contests = []
+    for factor in (1, 2, 4):
+        if scale == "laptop":
+            start = LAPTOP["cifar10"]
+            start = replace(start, data=replace(start.data, augment="basic"))
+        else:
+            start = smoke("wrn-10-1")
+        epochs = factor * (start.epochs if scale == "smoke" else start.epochs // 2)
+        start = replace(start, epochs=epochs, evaluate_every=epochs)
+        methods = sgd_and_sam(settings.IMAGENET["resnet-50", 100].rho, None, doubles=False)
+        claimed = {
+            (name, "test_error"): claims.IMAGENET[ImageNetCell("resnet-50", 100 * factor, key, 1)]
+            for name, key in (("SGD", "sgd"), ("SAM", "sam"))
+            if scale == "laptop"
+        }
+        contests.append(
+            Contest(
+                labels=(start.model.name,), column=f"{epochs} epochs", start=start, methods=methods, claimed=claimed
+            )
+        )
+    return contests

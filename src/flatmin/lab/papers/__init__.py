@@ -1,1 +1,0 @@
-"""Publications whose experiments can be run again, one module each."""

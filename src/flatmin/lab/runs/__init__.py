@@ -1,0 +1,1 @@
+"""A run's directory: its files, checkpoints, lock and environment. May import spec, data and models."""

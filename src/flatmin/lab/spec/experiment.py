@@ -1,0 +1,323 @@
+"""What a run is: frozen dataclasses, checked when built, kept as JSON, named by a hash.
+
+Every field is a flag of ``flatmin train``, with the docstring below it as its help. Two specs that differ
+only in ``name`` or ``claim`` are the same run. Fields at their defaults take no part in the hash, so that a
+field added later, with a default that means "as before", leaves the names of finished runs as they are.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from flatmin.core.checks import check_p, check_rho
+from flatmin.lab.errors import SpecError
+from flatmin.lab.spec.datasets import DATASETS, FOLDER_PREFIX, dataset_info
+from flatmin.lab.spec.fields import build, conform, did_you_mean, field_error, plain, require
+from flatmin.lab.spec.models import check_model_name
+
+__all__ = ["Claim", "Data", "Experiment", "Model", "Optim", "SpecError"]
+
+Augment = Literal["none", "basic", "cutout", "autoaugment", "imagenet"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """The examples, and how they reach the network."""
+
+    name: str = "digits"
+    """A dataset (`flatmin list` names them), or folder:PATH with PATH/{train,test}/CLASS/*.jpg."""
+    augment: Augment = "none"
+    """none; basic (flip, pad 4, random crop); cutout (basic + Cutout); autoaugment (basic + the dataset's
+    policy + Cutout; SVHN without basic, as in the reference code); imagenet (random resized crop, flip)."""
+    mixup: float = 0.0
+    """Mixup's alpha; 0 is without."""
+    cutout_size: int = 16
+    """Side of Cutout's square in pixels."""
+    cutout_shared: bool = False
+    """One Cutout mask for the whole batch, as in the reference code, instead of one for each image."""
+    batch_size: int = 128
+    """Examples in a step, over all workers."""
+    drop_last: bool = False
+    """Leave out the last short batch (the reference code); else all batches are equally large."""
+    image_size: int | None = None
+    """Side of the network's input in pixels; the dataset's own (224 for photographs) if None."""
+    train_size: int | None = None
+    """Train on a random subset of this many examples; all if None."""
+    validation: float = 0.0
+    """Fraction of the training set held out as a clean validation set (0.1 in the paper)."""
+    label_noise: float = 0.0
+    """Fraction of the training labels replaced by another class; test and validation stay clean."""
+    bootstrap: bool = False
+    """Train twice: as without it, then from scratch on the labels that the first network predicts (Section 3.3)."""
+    extra: bool = False
+    """SVHN: train on the 531,131 additional images too."""
+    seed: int = 0
+    """Fixes the validation split, the subset and the label noise (shared by replicas)."""
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        conform(self)
+        if self.name not in DATASETS and not (self.name.startswith(FOLDER_PREFIX) and self.name != FOLDER_PREFIX):
+            raise field_error(
+                self, "name", f"one of {', '.join(DATASETS)}, or folder:PATH", did_you_mean(self.name, DATASETS)
+            )
+        crops = self.augment == "imagenet" and dataset_info(self.name).in_memory
+        require(
+            self, "augment", not crops, f"another one: imagenet crops photographs, and {self.name} has small images"
+        )
+        require(self, "mixup", self.mixup >= 0, "at least 0 (0 is without Mixup)")
+        require(self, "cutout_size", self.cutout_size >= 1, "at least 1 pixel")
+        require(self, "batch_size", self.batch_size >= 1, "at least 1")
+        require(self, "image_size", self.image_size is None or self.image_size >= 8, "at least 8 pixels, or None")
+        require(self, "train_size", self.train_size is None or self.train_size >= 1, "at least 1, or None for all")
+        require(self, "validation", 0 <= self.validation < 1, "in [0, 1); the paper holds out 0.1")
+        require(self, "label_noise", 0 <= self.label_noise <= 1, "in [0, 1]; the paper has 0.2, 0.4, 0.6 and 0.8")
+        require(self, "extra", not self.extra or self.name == "svhn", "false: only svhn has additional images")
+        require(self, "seed", 0 <= self.seed < 2**64, "at least 0 and below 2**64")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """The network, and the weights it starts from."""
+
+    name: str = "wrn-16-2"
+    """wrn-DEPTH-WIDTH, resnet-20/32/44/56/110[-projection|-noshort], shake-shake-26-2xWIDTHd,
+    pyramidnet-DEPTH-ALPHA[-shakedrop], cnn-WIDTH, resnet-50/101/152, efficientnet-b7, efficientnet-l2, or
+    timm/NAME."""
+    norm: Literal["batch", "none"] = "batch"
+    """none: a Wide ResNet without batch norm, started as in SkipInit (the Hessian figure)."""
+    checkpoint: str | None = None
+    """File with weights to start from (.safetensors, or torch's .pt/.pth), or run:NAME, a run of the same folder."""
+    head: Literal["auto", "new", "keep"] = "auto"
+    """The last layer of a checkpoint: new initialises it afresh, keep needs the same number of classes, auto
+    keeps it where the number of classes is the same."""
+    freeze_batch_norm: bool = False
+    """Normalise with the checkpoint's batch-norm statistics and leave them (fine-tuning, Appendix C.2)."""
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        conform(self)
+        try:
+            check_model_name(self.name)
+        except ValueError as error:
+            raise field_error(self, "name", str(error)) from None
+        require(
+            self,
+            "norm",
+            self.norm == "batch" or self.name.startswith("wrn-"),
+            "batch: only wrn-* goes without",
+        )
+        require(
+            self,
+            "head",
+            self.head == "auto" or self.checkpoint is not None,
+            "auto where there is no checkpoint",
+        )
+        require(
+            self,
+            "freeze_batch_norm",
+            not self.freeze_batch_norm or self.checkpoint is not None,
+            "false where there is no checkpoint: fresh statistics (0 and 1) normalise nothing",
+        )
+
+    def without_checkpoint(self) -> "Model":
+        """Return the same network with fresh weights."""
+        return dataclasses.replace(self, checkpoint=None, head="auto", freeze_batch_norm=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optim:
+    """The optimizer, its schedule, and SAM around it."""
+
+    name: Literal["sgd", "adamw"] = "sgd"
+    """The base optimizer."""
+    lr: float = 0.1
+    """Peak learning rate."""
+    momentum: float = 0.9
+    """SGD's momentum (AdamW has betas 0.9 and 0.999)."""
+    nesterov: bool = True
+    """SGD with Nesterov's momentum (the reference code)."""
+    weight_decay: float = 5e-4
+    """lambda of the L2 term lambda/2 |w|^2, on all parameters (AdamW: decoupled)."""
+    decay: Literal["optimizer", "loss"] = "optimizer"
+    """optimizer: decay outside of the perturbation (Eq. 1); loss: in the loss (the reference code)."""
+    schedule: Literal["cosine", "step", "constant"] = "cosine"
+    """The learning rate after warm-up; step multiplies it by 0.2 after 30, 60 and 80 % of all steps."""
+    warmup_epochs: float = 0.0
+    """Epochs over which the learning rate rises linearly from 0."""
+    label_smoothing: float = 0.0
+    """Mass of the target that is spread over all classes."""
+    clip_norm: float | None = None
+    """Clip the norm of the synchronised gradient of the base step (reference code: 5.0)."""
+    rho: float = 0.0
+    """SAM's neighbourhood size (the paper's default is 0.05); 0 trains without SAM."""
+    p: float = 2.0
+    """The norm of SAM's ball, in [1, inf]."""
+    adaptive: float | None = None
+    """ASAM with this eta; plain SAM if None."""
+    ascent_steps: int = 1
+    """Steps of the inner maximisation (Appendix C.6)."""
+    direction: Literal["gradient", "random"] = "gradient"
+    """random perturbs along Gaussian noise (Appendix C.5)."""
+    m: int | None = None
+    """Examples that batch norm sees together and that, with SAM, share an eps (m-sharpness, Section 4.1), as if on an
+    accelerator of their own; those of a worker if None."""
+    sync_perturbation: bool = False
+    """One eps for all workers (the default is one each, as in the paper)."""
+    second_order: bool = False
+    """Keep the second-order terms of SAM's gradient (Appendix C.4)."""
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        conform(self)
+        require(self, "lr", self.lr > 0 and math.isfinite(self.lr), "positive")
+        require(self, "momentum", 0 <= self.momentum < 1, "in [0, 1)")
+        if self.name == "sgd":
+            require(self, "nesterov", not self.nesterov or self.momentum > 0, "false where momentum is 0")
+        require(self, "weight_decay", self.weight_decay >= 0, "at least 0")
+        require(self, "warmup_epochs", self.warmup_epochs >= 0, "at least 0")
+        require(self, "label_smoothing", 0 <= self.label_smoothing < 1, "in [0, 1)")
+        require(self, "clip_norm", self.clip_norm is None or self.clip_norm > 0, "positive, or None")
+        for name, check in (("rho", check_rho), ("p", check_p)):
+            try:
+                check(getattr(self, name))
+            except ValueError as error:
+                raise SpecError(f"optim.{name}: {error}") from None
+        require(self, "adaptive", self.adaptive is None or self.adaptive >= 0, "at least 0, or None for plain SAM")
+        require(self, "ascent_steps", self.ascent_steps >= 1, "at least 1")
+        require(
+            self,
+            "ascent_steps",
+            self.ascent_steps == 1 or self.p in (1, 2, math.inf),
+            "1 where p is not 1, 2 or inf",
+        )
+        require(
+            self,
+            "ascent_steps",
+            self.ascent_steps == 1 or self.direction == "gradient",
+            "1 where direction is random",
+        )
+        require(self, "m", self.m is None or self.m >= 1, "at least 1, or None")
+        require(self, "m", self.m is None or not self.sync_perturbation, "None where sync_perturbation is true")
+        untouched: dict[str, Any] = {"adaptive": None, "sync_perturbation": False, "second_order": False}
+        untouched |= {"ascent_steps": 1, "direction": "gradient", "p": 2.0}
+        for name, default in untouched.items():
+            left_alone = self.rho > 0 or getattr(self, name) == default
+            require(self, name, left_alone, "left alone where rho is 0: without SAM it has no meaning")
+        plain = self.m is None and not self.sync_perturbation and self.adaptive is None
+        one_step = self.ascent_steps == 1 and self.p in (2, math.inf)
+        require(
+            self,
+            "second_order",
+            not self.second_order or (plain and one_step),
+            "false where m, sync_perturbation or adaptive is set, ascent_steps is above 1, or p is neither 2 nor inf",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """What a publication says of an experiment."""
+
+    source: str
+    """Where, for example "Table 1"."""
+    metric: str
+    """The name of a metric of the run, for example "test_error"."""
+    mean: float
+    """The published mean."""
+    ci: float | None = None
+    """Half the width of its 95 % confidence interval, where given."""
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        conform(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """One network trained on one dataset; with a seed it is a run."""
+
+    name: str = ""
+    """A label for people; it does not change the run."""
+    data: Data = field(default_factory=Data)
+    model: Model = field(default_factory=Model)
+    optim: Optim = field(default_factory=Optim)
+    epochs: int = 10
+    """Passes over the training set."""
+    evaluate_every: int = 1
+    """Evaluate after every so many epochs, and after the last one."""
+    keep_every: int | None = None
+    """Keep the weights of the start and after every so many epochs, to be measured later; only the last if None."""
+    stop_loss: float | None = None
+    """End after the first epoch whose mean training loss is at most this (the schedule stays that of all epochs)."""
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """bfloat16: autocast (weights stay float32); auto does that where the hardware has it."""
+    compile: bool = False
+    """Compile the network with torch.compile: slow to start, then faster."""
+    claim: Annotated[Claim | None, tyro.conf.Suppress] = None
+    """What a publication says this should give."""
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        conform(self)
+        require(self, "epochs", self.epochs >= 1, "at least 1")
+        require(self, "evaluate_every", self.evaluate_every >= 1, "at least 1")
+        require(self, "keep_every", self.keep_every is None or self.keep_every >= 1, "at least 1, or None")
+        require(self, "stop_loss", self.stop_loss is None or self.stop_loss > 0, "positive, or None")
+        require(
+            self.optim,
+            "warmup_epochs",
+            self.optim.warmup_epochs < self.epochs,
+            f"less than epochs, which is {self.epochs}",
+        )
+        require(
+            self.optim,
+            "m",
+            self.optim.m is None or self.optim.m <= self.data.batch_size,
+            f"at most data.batch_size, which is {self.data.batch_size}",
+        )
+
+    def to_json(self) -> str:
+        """Return the whole spec as JSON; `from_json` gives an equal one back."""
+        return json.dumps(plain(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "Experiment":
+        """Read what `to_json` wrote; a field that is left out has its default.
+
+        Raises:
+            SpecError: the text is not JSON, or a field is unknown or has a value that is not allowed.
+        """
+        try:
+            tree = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise SpecError(f"This is not a spec in JSON: {error}.") from None
+        experiment: Experiment = build(cls, tree, "")
+        return experiment
+
+    def first_stage(self) -> "Experiment":
+        """Return the experiment whose network relabels the training set of this one (``data.bootstrap``)."""
+        return dataclasses.replace(self, data=dataclasses.replace(self.data, bootstrap=False))
+
+    def run_hash(self) -> str:
+        """Return ten hexadecimal digits that name this experiment, equal on every machine."""
+        tree = plain(self, leave_defaults_out=True)
+        tree.pop("name", None)
+        tree.pop("claim", None)
+        return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:10]
+
+    def run_name(self, seed: int) -> str:
+        """Return the name of the run's directory: what it is, in brief, then the hash and the seed.
+
+        Raises:
+            SpecError: the seed is none.
+        """
+        if not 0 <= seed < 2**64:
+            raise SpecError(f"seed must be at least 0 and below 2**64; got {seed}.")
+        dataset = "folder" if self.data.name.startswith(FOLDER_PREFIX) else self.data.name
+        method = self.optim.name if self.optim.rho == 0 else f"sam{self.optim.rho:g}"
+        return f"{dataset}-{self.model.name.replace('/', '_')}-{method}-{self.run_hash()}-seed{seed}"

@@ -1,0 +1,113 @@
+"""Fields of frozen dataclasses: checked types, errors that name them, and JSON."""
+
+import dataclasses
+import math
+import types
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from flatmin.lab.errors import SpecError
+
+
+def build(kind: Any, tree: object, path: str) -> Any:
+    """Return a dataclass built from JSON's objects, inner dataclasses included.
+
+    Raises:
+        SpecError: a field is unknown or has a value that is not allowed.
+    """
+    if not isinstance(tree, dict):
+        raise SpecError(f"{path or 'The spec'} must be a JSON object, got {tree!r}.")
+    hints: dict[str, Any] = get_type_hints(kind)
+    values: dict[str, Any] = {}
+    for name, value in tree.items():
+        if name not in hints:
+            hint = did_you_mean(str(name), hints)
+            raise SpecError(f"{path}{name} is no field.{hint} Allowed: {', '.join(hints)}.")
+        options: tuple[Any, ...] = (hints[name], *get_args(hints[name]))
+        inner = next((option for option in options if dataclasses.is_dataclass(option)), None)
+        if inner is not None and value is not None:
+            value = build(inner, value, f"{path}{name}.")
+        elif value == "inf" and float in options:
+            value = math.inf
+        values[name] = value
+    return kind(**values)
+
+
+def plain(spec: Any, *, leave_defaults_out: bool = False) -> dict[str, Any]:
+    """Return a dataclass as JSON's objects, inner dataclasses included."""
+    # JSON has no infinity; p = inf is the string "inf".
+    tree: dict[str, Any] = {}
+    for f in dataclasses.fields(spec):
+        value = getattr(spec, f.name)
+        if leave_defaults_out and value == (f.default if f.default_factory is dataclasses.MISSING else None):
+            continue
+        if dataclasses.is_dataclass(value):
+            tree[f.name] = plain(value, leave_defaults_out=leave_defaults_out)
+        else:
+            tree[f.name] = "inf" if value == math.inf else value
+    return tree
+
+
+def finite(tree: Any) -> Any:
+    """Return what goes into JSON with null for every number that JSON does not have.
+
+    Example:
+        >>> finite({"loss": [0.5, math.inf], "error": math.nan})
+        {'loss': [0.5, None], 'error': None}
+    """
+    if isinstance(tree, dict):
+        return {name: finite(value) for name, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [finite(value) for value in tree]
+    return None if isinstance(tree, float) and not math.isfinite(tree) else tree
+
+
+def conform(spec: Any) -> None:
+    """Check the type of every field; 1 becomes 1.0 where a float is meant, so that both are one run."""
+    for name, hint in get_type_hints(type(spec)).items():
+        value = getattr(spec, name)
+        if hint is float or (float in get_args(hint)):
+            if isinstance(value, int) and not isinstance(value, bool):
+                value = float(value)
+                object.__setattr__(spec, name, value)
+            if isinstance(value, float) and math.isnan(value):
+                raise field_error(spec, name, "a number")
+        if not _is_a(value, hint):
+            raise field_error(spec, name, _describe(hint))
+
+
+def _is_a(value: object, hint: Any) -> bool:
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    if isinstance(hint, types.UnionType):
+        return any(_is_a(value, option) for option in get_args(hint))
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def _describe(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return f"one of {', '.join(get_args(hint))}"
+    if isinstance(hint, types.UnionType):
+        return " or ".join(_describe(option) for option in get_args(hint))
+    return "None" if hint is types.NoneType else f"of type {hint.__name__}"
+
+
+def require(spec: Any, name: str, holds: bool, allowed: str) -> None:
+    """Raise the error of a field if a condition does not hold."""
+    if not holds:
+        raise field_error(spec, name, allowed)
+
+
+def field_error(spec: Any, name: str, allowed: str, hint: str = "") -> SpecError:
+    """Return the error that names a field, its value and what is allowed."""
+    owner = "" if type(spec).__name__ == "Experiment" else type(spec).__name__.lower() + "."
+    return SpecError(f"{owner}{name} must be {allowed}; got {getattr(spec, name)!r}.{hint}")
+
+
+def did_you_mean(word: str, words: Iterable[str]) -> str:
+    """Return a sentence with the nearest word, or nothing."""
+    close = get_close_matches(word, list(words), n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,279 @@
+"""Contests as tables in the paper's shape, comparisons with the baseline, and verdicts."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from flatmin.lab.spec.experiment import Experiment
+from flatmin.lab.studies.conditions import Contest, Entry, better, validation_error
+from flatmin.lab.studies.contrasts import Contrast, p_text, verdicts_at
+from flatmin.lab.studies.findings import Cell, Comparison, Findings, Hyperparameter, Table, Verdict, own_settings
+from flatmin.lab.studies.item import Scale
+from flatmin.lab.studies.printed import Claims
+from flatmin.lab.studies.statistics import holm, mean_and_interval
+from flatmin.lab.sweeps.jobs import Outcome
+
+Rows = list[list[str | Cell | Comparison]]
+Literature = Mapping[str, Mapping[str, Cell]]
+NOTE = "Mean and 95 % confidence interval (Student's t) over replicas; what the paper claims beside it."
+NOT_THE_SAME = (
+    "The paper's numbers are for its own networks and all of the data, in the condition most like the one here: not to "
+    "be reached at this scale. (Its SGD and SAM had m = 32, an eighth of a batch.)"
+)
+TRAINING_NOTE = "Over the last epoch, at the weights of each step, with what was trained on: wrong labels included."
+METRIC_NAMES = {"test_error": "test error", "test_top5_error": "top-5 test error", "train_error": "training error"}
+
+
+def contest_findings(
+    entries: Sequence[Entry],
+    needed: Sequence[Outcome],
+    *,
+    item: str,
+    scale: Scale,
+    claims: Claims[Any],
+    about_scale: str,
+    label_columns: Sequence[str],
+    layout: Literal["methods in columns", "methods in rows"] = "methods in columns",
+    metrics: Sequence[str] = ("test_error",),
+    accuracy: bool = False,
+    literature: Literature | None = None,
+    hyperparameters: Sequence[Hyperparameter] = (),
+    notes: Sequence[str] = (),
+) -> Findings:
+    """Return what contests show.
+
+    Args:
+        entries: what came of each method in each contest; a contest's first method is its baseline.
+        needed: all runs that were asked for.
+        item: its name.
+        scale: at which it was run.
+        claims: the paper's numbers.
+        about_scale: what differs from the paper's experiment.
+        label_columns: what a contest's labels are.
+        layout: the paper's.
+        metrics: what is compared, in %.
+        accuracy: whether the table has accuracies instead of errors.
+        literature: what is only cited (methods in rows), by method and column.
+        hyperparameters: those that were not chosen here; without, what the methods have in common is listed as ours.
+        notes: beside the paper's slips, such as what its text says of the item.
+    """
+    tables = []
+    verdicts: list[Verdict] = []
+    where = claims.source.partition(",")[0] + ("" if scale == "paper" else f" at {scale} scale")
+    for metric in (*metrics, "train_error"):
+        cells = {(e.contest.name, e.method.name): _cell(e, metric, accuracy) for e in entries}
+        if layout == "methods in columns":
+            columns, rows = _methods_in_columns(entries, cells, label_columns)
+        else:
+            columns, rows = _methods_in_rows(entries, cells, (literature or {}) if metric in metrics else {})
+        what = METRIC_NAMES[metric].replace("error", "accuracy") if accuracy else METRIC_NAMES[metric]
+        note = _note(entries, scale) if metric in metrics else TRAINING_NOTE
+        tables.append(Table(title=f"{where}: {what}", columns=columns, rows=rows, note=note))
+        contrasts = _contrasts(entries, metric) if metric in metrics else []
+        corrected = holm([contrast.p_value for _, contrast in contrasts])
+        if contrasts:
+            tables.append(
+                Table(
+                    title=f"Comparisons: {METRIC_NAMES[metric]}",
+                    columns=("condition", "difference, p, Holm's p"),
+                    rows=[[e.contest.name, c.comparison(p)] for (e, c), p in zip(contrasts, corrected, strict=True)],
+                    note="Paired by seed, two-sided t-test; Holm's correction is for all lines of this table. "
+                    "A negative difference is a lower error.",
+                )
+            )
+        verdicts += [_verdict(e, c, p, metric) for (e, c), p in zip(contrasts, corrected, strict=True)]
+        verdicts += _open_questions(entries, metric) if metric in metrics else []
+    chosen_table = _choices(entries)
+    done = [outcome for outcome in needed if outcome.complete]
+    return Findings(
+        item=item,
+        scale=scale,
+        title=claims.title,
+        source=claims.source,
+        about_scale=about_scale,
+        tables=[*tables, *([chosen_table] if chosen_table else [])],
+        verdicts=verdicts_at(scale, verdicts),
+        hyperparameters=[
+            *_chosen_hyperparameters(entries),
+            *(hyperparameters or own_settings(_experiments(entries))),
+        ],
+        notes=[
+            *(f'The paper says: "{s.claim}" {s.own_numbers}' for s in claims.statements),
+            *claims.notes,
+            *notes,
+        ],
+        runs=list(dict.fromkeys(outcome.job.name for outcome in done)),
+        num_missing=len({outcome.job.name for outcome in needed if not outcome.complete})
+        + sum(entry.chosen is None for entry in entries),
+    )
+
+
+def _note(entries: Sequence[Entry], scale: Scale) -> str:
+    claimed = any(e.contest.claimed for e in entries)
+    return f"{NOTE} {NOT_THE_SAME}" if claimed and scale != "paper" else NOTE
+
+
+def _cell(entry: Entry, metric: str, accuracy: bool) -> Cell:
+    claimed = entry.contest.claimed.get((entry.method.name, metric))
+    by_seed = sorted(entry.values(metric).items())
+    values = tuple(100 - value if accuracy else value for _, value in by_seed)
+    names = {outcome.job.seed: outcome.job.name for outcome in entry.replicas}
+    return Cell(
+        claimed=claimed.printed() if claimed is not None else None,
+        measured=mean_and_interval(values) if values else None,
+        values=values,
+        runs=tuple(names[seed] for seed, _ in by_seed),
+        note=entry.shortcoming if values else None,
+    )
+
+
+def _methods_in_columns(
+    entries: Sequence[Entry], cells: dict[tuple[str, str], Cell], label_columns: Sequence[str]
+) -> tuple[list[str], Rows]:
+    shown = _shown_contests(entries, cells)
+    methods = list(dict.fromkeys(e.method.name for e in entries))
+    columns = list(dict.fromkeys(c.column for c in shown))
+    held = {(c.column, e.method.name) for c in shown for e in entries if e.contest.name == c.name}
+    pairs = [(column, method) for column in columns for method in methods if (column, method) in held]
+    header = [*label_columns, *(f"{column}: {method}" for column, method in pairs)]
+    rows: Rows = []
+    for labels in dict.fromkeys(c.labels for c in shown):
+        row: list[str | Cell | Comparison] = [*labels]
+        by_column = {c.column: c for c in shown if c.labels == labels}
+        for column, method in pairs:
+            contest = by_column.get(column)
+            row.append(cells.get((contest.name, method), Cell()) if contest is not None else Cell())
+        rows.append(row)
+    return header, rows
+
+
+def _methods_in_rows(
+    entries: Sequence[Entry], cells: dict[tuple[str, str], Cell], literature: Literature
+) -> tuple[list[str], Rows]:
+    contests = _shown_contests(entries, cells)
+    methods = list(dict.fromkeys(e.method.name for e in entries))
+    cited: Rows = [[method, *(by.get(c.column, Cell()) for c in contests)] for method, by in literature.items()]
+    rows: Rows = [[method, *(cells.get((c.name, method), Cell()) for c in contests)] for method in methods]
+    return ["method", *(c.column for c in contests)], [*cited, *rows]
+
+
+def _shown_contests(entries: Sequence[Entry], cells: dict[tuple[str, str], Cell]) -> list[Contest]:
+    """Return the contests with anything measured, or all of them where there is nothing at all."""
+    contests = {e.contest.name: e.contest for e in entries}
+    measured = {name for (name, _), cell in cells.items() if cell.measured is not None}
+    return [c for name, c in contests.items() if name in measured or not measured]
+
+
+def _rivals(entries: Sequence[Entry]) -> list[tuple[Entry, list[Entry]]]:
+    """Return each method with the group of methods that it is compared with, for each such group."""
+    by_name = {(e.contest.name, e.method.name): e for e in entries}
+    return [
+        (entry, [by_name[entry.contest.name, name] for name in group])
+        for entry in entries
+        for group in entry.method.against
+    ]
+
+
+def _contrasts(entries: Sequence[Entry], metric: str) -> list[tuple[Entry, Contrast]]:
+    """Contrast each method with its rivals, where all replicas of all of them are there."""
+    found = []
+    for entry, group in _rivals(entries):
+        if any(e.shortcoming for e in (entry, *group)) or len(entry.replicas) < 2:
+            continue
+        rival = better(group, metric)
+        contrast = Contrast(
+            quantity=METRIC_NAMES[metric],
+            lower_name=entry.method.name,
+            higher_name=rival.method.name,
+            lower=entry.values(metric),
+            higher=rival.values(metric),
+            num_asked=len(entry.replicas),
+            runs=tuple(outcome.job.name for e in (rival, entry) for outcome in e.replicas),
+        )
+        found.append((entry, contrast))
+    return found
+
+
+def _open_questions(entries: Sequence[Entry], metric: str) -> list[Verdict]:
+    """Return a verdict for each comparison that waits for runs, in contests that have begun."""
+    begun = {e.contest.name for e in entries if e.values(metric)}
+    found = []
+    for entry, group in _rivals(entries):
+        missing = [e.shortcoming for e in (entry, *group) if e.shortcoming is not None]
+        if missing and (entry.contest.name in begun or not begun):
+            claim = _claim(entry, group[0].method.name, metric)
+            found.append(Verdict(claim=claim, held="not tested", evidence=f"Not yet: {'; '.join(missing)}."))
+    return found
+
+
+def _claim(entry: Entry, rival: str, metric: str) -> str:
+    return f"{entry.contest.name}: {entry.method.name} has a lower {METRIC_NAMES[metric]} than {rival}."
+
+
+def _verdict(entry: Entry, contrast: Contrast, p_holm: float, metric: str) -> Verdict:
+    comparison = contrast.comparison(p_holm)
+    return Verdict(
+        claim=_claim(entry, contrast.higher_name, metric),
+        held=contrast.held(p_holm),
+        evidence=f"{comparison.difference.mean:+.2f} ± {comparison.difference.half_width:.2f} points over "
+        f"{comparison.num_pairs} pairs, {_p_values(comparison)}.",
+    )
+
+
+def _experiments(entries: Sequence[Entry]) -> list[Experiment]:
+    """Return what is trained, as far as it is chosen; what the choices start from where nothing is."""
+    return [e.chosen for e in entries if e.chosen is not None] or [e.contest.start for e in entries]
+
+
+def _p_values(comparison: Comparison) -> str:
+    said = p_text(comparison.p_value)
+    return said if math.isnan(comparison.p_holm) else f"{said}, {comparison.p_holm:.2g} after Holm's correction"
+
+
+def _choices(entries: Sequence[Entry]) -> Table | None:
+    rows: Rows = [
+        [entry.contest.name, entry.method.name, setting_of(e), _error(outcome), "chosen" if e is entry.chosen else ""]
+        for entry in entries
+        for e, outcome in entry.tried
+        if any(validation_error(known) is not None for _, known in entry.tried)
+    ]
+    if not rows:
+        return None
+    return Table(
+        title="What was chosen on the validation split",
+        columns=("condition", "method", "setting", "validation error", ""),
+        rows=rows,
+        note="One run each, with a seed that none of the replicas has; the test set had no part in it.",
+    )
+
+
+def setting_of(experiment: Experiment) -> str:
+    """Return what methods choose, in brief."""
+    optim = experiment.optim
+    parts = [f"lr {optim.lr:g}", f"decay {optim.weight_decay:g}"]
+    parts += [f"rho {optim.rho:g}"] if optim.rho else []
+    parts += [f"m {optim.m}"] if optim.m is not None else []
+    parts += [f"mixup {experiment.data.mixup:g}"] if experiment.data.mixup else []
+    return ", ".join(parts)
+
+
+def _error(outcome: Outcome) -> str | Cell:
+    error = validation_error(outcome)
+    if error is None:
+        return "not run"
+    if not math.isfinite(error):
+        return "diverged"
+    return Cell(measured=mean_and_interval([error]), values=(error,), runs=(outcome.job.name,))
+
+
+def _chosen_hyperparameters(entries: Sequence[Entry]) -> list[Hyperparameter]:
+    return [
+        Hyperparameter(
+            name=f"{entry.contest.name}, {entry.method.name}",
+            value=setting_of(entry.chosen),
+            source="validation",
+            note=f"the best of {len(entry.tried)}",
+        )
+        for entry in entries
+        if entry.chosen is not None and entry.tried
+    ]

@@ -1,0 +1,215 @@
+"""How methods are compared, fixed beforehand (Section 3.1).
+
+A contest has one network, one dataset, and several methods. Each method has candidates (learning rates and decays for
+the baseline, values of rho for SAM), one of which is chosen by its error on a validation split; then independent
+replicas are trained on the whole training set. A baseline may also train for twice as many epochs, and the better mean
+of the two counts, since a SAM step costs two gradients.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import mean
+
+from flatmin.lab.spec.experiment import Experiment
+from flatmin.lab.studies.contrasts import metric_by_seed
+from flatmin.lab.studies.printed import Claimed
+from flatmin.lab.sweeps.jobs import Job, Outcome
+from flatmin.lab.sweeps.runners import Laboratory
+
+NUM_REPLICAS = 5
+BASELINE_EPOCHS_FACTOR = 2
+"""Runs without SAM may take twice as many epochs; the better of the two is reported (Section 3.1)."""
+VALIDATION = 0.1
+"""Of the training set, held out to choose rho."""
+SEEDS = tuple(range(NUM_REPLICAS))
+CHOOSING_SEED = 1000
+"""Of the runs that choose: none of the replicas' seeds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """One way to train."""
+
+    name: str
+    candidates: Callable[[Experiment], Sequence[Experiment]]
+    """What to choose from, given the choice of the method ``after`` (or the contest's start)."""
+    after: str | None = None
+    """Which method's choice the candidates are variants of; None: of the contest's start."""
+    against: tuple[tuple[str, ...], ...] = ()
+    """The methods that it is compared with; of several in one tuple, the one with the better mean counts."""
+
+
+def twice(method: Method) -> Method:
+    """Return a method that trains for twice as many epochs, with the same settings."""
+    return Method(name=f"{method.name}, twice the epochs", candidates=_doubled, after=method.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contest:
+    """Methods on one dataset with one network."""
+
+    labels: tuple[str, ...]
+    """The row of the table: for example the model and the augmentation."""
+    column: str
+    """The column of the table: for example the dataset."""
+    start: Experiment
+    methods: tuple[Method, ...]
+    claimed: dict[tuple[str, str], Claimed]
+    """What the paper says, by method and metric."""
+
+    @property
+    def name(self) -> str:
+        """What people call it."""
+        return ", ".join((*self.labels, self.column))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """What came of a method in a contest."""
+
+    contest: Contest
+    method: Method
+    chosen: Experiment | None
+    """None: nothing was chosen yet."""
+    tried: tuple[tuple[Experiment, Outcome], ...]
+    """The candidates and what came of the runs that choose among them; empty where there was no choice."""
+    replicas: tuple[Outcome, ...]
+
+    def values(self, metric: str) -> dict[int, float]:
+        """Return a metric, in %, by seed."""
+        return metric_by_seed(self.replicas, metric)
+
+    @property
+    def shortcoming(self) -> str | None:
+        """Why nothing can be concluded from it yet; None if all replicas are there."""
+        if self.chosen is None:
+            return f"no setting of {self.method.name} is chosen yet"
+        lost = sum(outcome.problem is not None for outcome in self.replicas)
+        if lost:
+            return f"{lost} of {len(self.replicas)} replicas of {self.method.name} came to nothing"
+        found = sum(outcome.result is not None for outcome in self.replicas)
+        if found < len(self.replicas):
+            return f"{found} of {len(self.replicas)} replicas of {self.method.name} are there"
+        return None
+
+
+def hold_contests(
+    contests: Sequence[Contest], lab: Laboratory, item: str, seeds: Sequence[int] = SEEDS
+) -> tuple[list[Entry], list[Outcome]]:
+    """Choose, train and return what came of each method in each contest, and all runs that were needed."""
+    needed: list[Outcome] = []
+    chosen: dict[tuple[str, str], Experiment] = {}
+    tried: dict[tuple[str, str], tuple[tuple[Experiment, Outcome], ...]] = {}
+    waiting = [(contest, method) for contest in contests for method in contest.methods]
+    while ready := [(c, m) for c, m in waiting if m.after is None or (c.name, m.after) in chosen]:
+        waiting = [pair for pair in waiting if pair not in ready]
+        options = {}
+        for contest, method in ready:
+            origin = contest.start if method.after is None else chosen[contest.name, method.after]
+            name = "/".join((item, *contest.labels, contest.column, method.name))
+            options[contest.name, method.name] = [replace(e, name=name) for e in method.candidates(origin)]
+        jobs = {key: [_choosing_job(e) for e in found] for key, found in options.items() if len(found) > 1}
+        asked = [job for found in jobs.values() for job in found]
+        outcomes = lab.outcomes(asked, f"{item}: choosing settings") if asked else []
+        needed += outcomes
+        by_name = {outcome.job.name: outcome for outcome in outcomes}
+        for key, experiments in options.items():
+            if key not in jobs:
+                chosen[key] = experiments[0]
+                continue
+            tried[key] = tuple((e, by_name[job.name]) for e, job in zip(experiments, jobs[key], strict=True))
+            errors = [validation_error(outcome) for _, outcome in tried[key]]
+            best = min((e for e in errors if e is not None and math.isfinite(e)), default=None)
+            if best is not None and None not in errors:  # a choice from half of the candidates would not be one
+                chosen[key] = experiments[errors.index(best)]
+    jobs_of = {key: [Job(experiment=experiment, seed=seed) for seed in seeds] for key, experiment in chosen.items()}
+    asked = [job for jobs in jobs_of.values() for job in jobs]
+    found = dict(zip([job.name for job in asked], lab.outcomes(asked, f"{item}: replicas"), strict=True))
+    needed += found.values()
+    entries = [
+        Entry(
+            contest=contest,
+            method=method,
+            chosen=chosen.get((contest.name, method.name)),
+            tried=tried.get((contest.name, method.name), ()),
+            replicas=tuple(found[job.name] for job in jobs_of.get((contest.name, method.name), ())),
+        )
+        for contest in contests
+        for method in contest.methods
+    ]
+    return entries, needed
+
+
+def better(entries: Sequence[Entry], metric: str) -> Entry:
+    """Return the one with the lower mean."""
+    return min(entries, key=lambda entry: mean(entry.values(metric).values()))
+
+
+def with_rho(rhos: Sequence[float], m: int | None = None) -> Callable[[Experiment], list[Experiment]]:
+    """Return a method's candidates: SAM with each rho, in the setting of the baseline."""
+    return lambda base: [replace(base, optim=replace(base.optim, rho=rho, m=m)) for rho in rhos]
+
+
+def with_rates(lrs: Sequence[float], decays: Sequence[float]) -> Callable[[Experiment], list[Experiment]]:
+    """Return the baseline's candidates: each learning rate with each weight decay."""
+    return lambda base: [
+        replace(base, optim=replace(base.optim, lr=lr, weight_decay=decay)) for lr in lrs for decay in decays
+    ]
+
+
+def as_it_is(base: Experiment) -> list[Experiment]:
+    """Return the one candidate of a method that has nothing to choose."""
+    return [base]
+
+
+def with_m(m: int) -> Callable[[Experiment], list[Experiment]]:
+    """Return the one candidate of a method that is trained by micro-batches."""
+    return lambda base: [replace(base, optim=replace(base.optim, m=m))]
+
+
+def baselines(candidates: Callable[[Experiment], Sequence[Experiment]]) -> tuple[Method, Method]:
+    """Return SGD with its choice of settings, and SGD for twice as many epochs."""
+    sgd = Method(name="SGD", candidates=candidates)
+    return sgd, twice(sgd)
+
+
+def sam_and_small_m(rhos: Sequence[float], m: int) -> tuple[Method, ...]:
+    """Return SAM with one eps for the batch, with one for every m examples, and SGD normalised by m examples.
+
+    The last is a control: with micro-batches batch norm sees fewer examples at once, which is a regulariser by itself.
+    """
+    sgd = ("SGD", "SGD, twice the epochs")
+    control = f"SGD, m = {m}"
+    return (
+        Method(name=control, candidates=with_m(m), after="SGD"),
+        Method(name="SAM", candidates=with_rho(rhos), after="SGD", against=(sgd,)),
+        Method(name=f"SAM, m = {m}", candidates=with_rho(rhos, m), after="SGD", against=(sgd, (control,))),
+    )
+
+
+def by_micro_batches(
+    candidates: Callable[[Experiment], Sequence[Experiment]], rhos: Sequence[float], m: int
+) -> tuple[Method, ...]:
+    """Return SGD, SGD for twice as many epochs, and SAM, all by micro-batches of m, as on the paper's accelerators."""
+    sgd = Method(name=f"SGD, m = {m}", candidates=lambda base: [e for c in candidates(base) for e in with_m(m)(c)])
+    longer = twice(sgd)
+    sam = Method(name=f"SAM, m = {m}", candidates=with_rho(rhos, m), after=sgd.name, against=((sgd.name, longer.name),))
+    return sgd, longer, sam
+
+
+def _doubled(base: Experiment) -> list[Experiment]:
+    factor = BASELINE_EPOCHS_FACTOR
+    return [replace(base, epochs=factor * base.epochs, evaluate_every=factor * base.evaluate_every)]
+
+
+def _choosing_job(experiment: Experiment) -> Job:
+    held_out = replace(experiment.data, validation=VALIDATION)
+    return Job(experiment=replace(experiment, name=f"{experiment.name} (choosing)", data=held_out), seed=CHOOSING_SEED)
+
+
+def validation_error(outcome: Outcome) -> float | None:
+    """Return by what a candidate is chosen, in %: None if it is not known, infinite if training diverged."""
+    if outcome.problem is not None:
+        return math.inf if outcome.final else None
+    return metric_by_seed([outcome], "valid_error").get(outcome.job.seed)

@@ -1,0 +1,225 @@
+"""From runs to evidence: which runs a study asked for, replicas paired by seed, and what that says of a claim."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from flatmin.lab.runs.directory import Metrics
+from flatmin.lab.studies.findings import Cell, Comparison, Held, Series, Verdict
+from flatmin.lab.studies.item import Scale
+from flatmin.lab.studies.statistics import SIGNIFICANT, Interval, holm, mean_and_interval, paired_p_value
+from flatmin.lab.sweeps.jobs import Facts, Measurement, Outcome
+
+BySeed = Mapping[int, float]
+
+
+def metric_by_seed(outcomes: Iterable[Outcome], metric: str, factor: float = 100.0) -> dict[int, float]:
+    """Return a metric of the last epoch by seed (in %, by default) of the runs that have it."""
+    return by_seed(outcomes, lambda outcome: _scaled(_last(outcome, metric), factor))
+
+
+def measured_by_seed(
+    outcomes: Iterable[Outcome], measurement: Measurement, read: Callable[[Facts], float | None]
+) -> dict[int, float]:
+    """Return a number of what was measured, by seed, of the runs for which it was."""
+    return by_seed(outcomes, lambda o: read(o.measured[measurement]) if measurement in o.measured else None)
+
+
+def by_seed(outcomes: Iterable[Outcome], read: Callable[[Outcome], float | None]) -> dict[int, float]:
+    """Return a number of each outcome by seed, where there is one and it is finite."""
+    found = {outcome.job.seed: read(outcome) for outcome in outcomes}
+    return {seed: value for seed, value in found.items() if value is not None and math.isfinite(value)}
+
+
+def mean(values: Iterable[float]) -> float:
+    """Return the mean; NaN of nothing."""
+    numbers = list(values)
+    return sum(numbers) / len(numbers) if numbers else math.nan
+
+
+def run_names(outcomes: Iterable[Outcome]) -> tuple[str, ...]:
+    """Return the runs that are there, by the names of their directories."""
+    return tuple(outcome.job.name for outcome in outcomes if outcome.result is not None)
+
+
+def number_cell(
+    values: BySeed,
+    outcomes: Sequence[Outcome],
+    *,
+    unit: str = "%",
+    claimed: str | None = None,
+    note: str | None = None,
+) -> Cell:
+    """Return a table's cell for a number of each replica; without a measured part where there is none yet."""
+    return Cell(
+        claimed=claimed,
+        measured=mean_and_interval(list(values.values())) if values else None,
+        unit=unit,
+        values=tuple(values.values()),
+        runs=tuple(outcome.job.name for outcome in outcomes if outcome.job.seed in values),
+        note=note,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contrast:
+    """A claim that one number is lower than another, with both for each seed."""
+
+    quantity: str
+    """What the numbers are, for example "test error, %"."""
+    lower_name: str
+    higher_name: str
+    lower: BySeed
+    """What is claimed to be lower."""
+    higher: BySeed
+    num_asked: int
+    """How many pairs were asked for. With fewer nothing is judged: those may be the ones that went well."""
+    runs: tuple[str, ...] = ()
+    unit: str = "%"
+
+    @property
+    def differences(self) -> list[float]:
+        """For each seed that both have; negative where the claim holds."""
+        return [self.lower[seed] - self.higher[seed] for seed in sorted(self.lower.keys() & self.higher.keys())]
+
+    @property
+    def p_value(self) -> float:
+        """Student's paired test, two-sided; NaN with fewer than two pairs, or fewer than were asked for."""
+        seeds = sorted(self.lower.keys() & self.higher.keys())
+        if len(seeds) < max(2, self.num_asked):
+            return math.nan
+        return paired_p_value([self.lower[s] for s in seeds], [self.higher[s] for s in seeds])
+
+    def comparison(self, p_holm: float) -> Comparison:
+        """Return it as an entry of a table; there has to be a pair."""
+        return Comparison(
+            name=f"{self.lower_name} - {self.higher_name}",
+            difference=mean_and_interval(self.differences),
+            p_value=self.p_value,
+            p_holm=p_holm,
+            num_pairs=len(self.differences),
+            unit=self.unit,
+            values=tuple(self.differences),
+            runs=self.runs,
+        )
+
+    def held(self, p_holm: float) -> Held:
+        """Say whether the claim holds, as far as the runs can show."""
+        if math.isnan(p_holm):
+            return "not tested"
+        if p_holm >= SIGNIFICANT:
+            return "no difference shown"
+        return "held" if mean(self.differences) < 0 else "did not hold"
+
+    def describe(self, p_holm: float) -> str:
+        """Return the numbers, how many pairs, and the p-value, in a sentence."""
+        n = len(self.differences)
+        if n == 0:
+            return f"{self.quantity}: no pair of runs of {self.lower_name} and {self.higher_name} is there"
+        seeds = sorted(self.lower.keys() & self.higher.keys())
+        low, high = (mean(values[s] for s in seeds) for values in (self.lower, self.higher))
+        said = f"{self.quantity}: {low:.4g} ({self.lower_name}) against {high:.4g} ({self.higher_name})"
+        if n < self.num_asked:
+            return f"{said}; {n} of {self.num_asked} pairs are there, nothing is judged before all are"
+        if n == 1:
+            return f"{said}; n = 1, too few for a test"
+        return f"{said}; difference {mean_and_interval(self.differences)}, n = {n}, {p_text(p_holm)}"
+
+
+def p_text(p_value: float) -> str:
+    """Return a p-value for people; NaN is that of differences which are all equal."""
+    return "no test, as all differences are equal" if math.isnan(p_value) else f"p = {p_value:.2g}"
+
+
+def contrast_between(
+    quantity: str,
+    lower: tuple[str, Sequence[Outcome]],
+    higher: tuple[str, Sequence[Outcome]],
+    read: Callable[[Sequence[Outcome]], BySeed],
+    unit: str = "%",
+) -> Contrast:
+    """Return the claim that a number is lower for one method's replicas than for another's.
+
+    Args:
+        quantity: what the number is.
+        lower: the method, and its replicas, of which it is claimed to be lower.
+        higher: the other method, and its replicas.
+        read: returns the number of each replica, by seed.
+        unit: of a difference.
+    """
+    return Contrast(
+        quantity=quantity,
+        lower_name=lower[0],
+        higher_name=higher[0],
+        lower=read(lower[1]),
+        higher=read(higher[1]),
+        num_asked=max(len(lower[1]), len(higher[1])),
+        runs=run_names([*higher[1], *lower[1]]),
+        unit=unit,
+    )
+
+
+def judge(claim: str, contrasts: Sequence[Contrast]) -> Verdict:
+    """Return whether a claim holds that consists of one or several contrasts, all of which must.
+
+    It did not hold where one of them is significantly the other way round; else it is not tested while a pair of any of
+    them is missing. The p-values are Holm's.
+    """
+    p_values = holm([contrast.p_value for contrast in contrasts])
+    parts = [contrast.held(p) for contrast, p in zip(contrasts, p_values, strict=True)]
+    held: Held = "no difference shown"
+    if "did not hold" in parts:
+        held = "did not hold"
+    elif "not tested" in parts or not parts:
+        held = "not tested"
+    elif all(part == "held" for part in parts):
+        held = "held"
+    said = [contrast.describe(p) for contrast, p in zip(contrasts, p_values, strict=True)]
+    if sum(not math.isnan(p) for p in p_values) > 1:
+        said.append("p-values are Holm's")
+    return Verdict(claim=claim, held=held, evidence="; ".join(said) + ".")
+
+
+def comparisons(contrasts: Sequence[Contrast]) -> list[Comparison | str]:
+    """Return the contrasts as comparisons for a table, Holm-corrected together; nothing where a pair is missing."""
+    corrected = holm([contrast.p_value for contrast in contrasts])
+    return [
+        c.comparison(p) if len(c.differences) >= max(1, c.num_asked) else ""
+        for c, p in zip(contrasts, corrected, strict=True)
+    ]
+
+
+def verdicts_at(scale: Scale, verdicts: Iterable[Verdict]) -> list[Verdict]:
+    """Return the verdicts of a scale: at that of a smoke test nothing is judged."""
+    if scale != "smoke":
+        return list(verdicts)
+    nothing = "A smoke test judges nothing."
+    return [replace(v, held="not tested", evidence=f"{nothing} {v.evidence}".rstrip()) for v in verdicts]
+
+
+def along_training(name: str, outcomes: Iterable[Outcome], read: Callable[[Metrics], float | None]) -> list[Series]:
+    """Return the mean over replicas of a number of each epoch, in %, with its interval; nothing where there is none."""
+    columns: dict[float, list[float]] = {}
+    for outcome in outcomes:
+        for line in outcome.result.history if outcome.result is not None else ():
+            value = read(line)
+            if value is not None:
+                columns.setdefault(float(line["epoch"] or 0), []).append(100 * value)
+    if not columns:
+        return []
+    y, half_width = series_interval(list(columns.values()))
+    return [Series(name=name, x=list(columns), y=y, half_width=half_width, mode="lines")]
+
+
+def series_interval(columns: Sequence[Sequence[float]]) -> tuple[list[float], list[float]]:
+    """Return the means and half-widths of columns of replicas; a half-width of 0 where there is one replica."""
+    intervals: list[Interval] = [mean_and_interval(column) for column in columns]
+    return [i.mean for i in intervals], [0.0 if math.isnan(i.half_width) else i.half_width for i in intervals]
+
+
+def _last(outcome: Outcome, metric: str) -> float | None:
+    return outcome.result.metrics.get(metric) if outcome.result is not None else None
+
+
+def _scaled(value: float | None, factor: float) -> float | None:
+    return None if value is None else factor * value

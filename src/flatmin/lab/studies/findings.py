@@ -1,0 +1,183 @@
+"""What a study found, in the paper's shape: tables, figures and verdicts, each number with the runs behind it.
+
+A study returns these; ``report`` turns them into a page. Nothing here knows about HTML.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from flatmin.lab.spec.experiment import Experiment
+from flatmin.lab.studies.statistics import Interval
+
+Held = Literal["held", "did not hold", "no difference shown", "not tested"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """A number as claimed, as measured, or both."""
+
+    claimed: str | None = None
+    """The paper's number as it is printed, for example "2.7 ± 0.1"."""
+    measured: Interval | None = None
+    """Mean and half the width of its 95 % confidence interval, over replicas."""
+    unit: str = "%"
+    values: tuple[float, ...] = ()
+    """One for each replica."""
+    runs: tuple[str, ...] = ()
+    """The runs it comes from, by the names of their directories."""
+    note: str | None = None
+    """For example "twice the epochs", "1 of 5 diverged"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """SAM against its baseline, paired by seed."""
+
+    name: str
+    difference: Interval
+    """Of SAM minus the baseline: negative errors are better."""
+    p_value: float
+    p_holm: float
+    """Corrected for all comparisons of the table (Holm, 1979)."""
+    num_pairs: int
+    unit: str = "%"
+    """Of what is compared: a difference of errors in % is in points."""
+    values: tuple[float, ...] = ()
+    """The difference for each pair."""
+    runs: tuple[str, ...] = ()
+    """The runs it comes from, by the names of their directories."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A table in the shape of the paper's."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str | Cell | Comparison]]
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """A curve or a set of points."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    half_width: Sequence[float] | None = None
+    """Of the 95 % confidence intervals of y."""
+    hover: Sequence[str] | None = None
+    """What a point says when it is pointed at."""
+    mode: Literal["lines", "markers", "lines+markers"] = "lines+markers"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LineFigure:
+    """Curves or points over one axis."""
+
+    title: str
+    x_label: str
+    y_label: str
+    series: Sequence[Series]
+    log_x: bool = False
+    log_y: bool = False
+    categories: Sequence[str] | None = None
+    """Where x counts categories, from 0: their names."""
+    note: str = ""
+    runs: Sequence[str] = ()
+    """The runs it comes from, by the names of their directories."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surface:
+    """A height over a square grid."""
+
+    name: str
+    coordinates: Sequence[float]
+    """Of both axes."""
+    height: Sequence[Sequence[float]]
+    """height[i][j] is at (coordinates[i], coordinates[j])."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SurfaceFigure:
+    """Landscapes side by side, on one scale."""
+
+    title: str
+    height_label: str
+    surfaces: Sequence[Surface]
+    log_height: bool = False
+    """Heights and colours on a logarithmic scale."""
+    note: str = ""
+    runs: Sequence[str] = ()
+    """The runs it comes from, by the names of their directories."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """One claim of the paper, and whether it held at this scale."""
+
+    claim: str
+    held: Held
+    evidence: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hyperparameter:
+    """A setting, and where it comes from."""
+
+    name: str
+    value: Any
+    source: Literal["paper", "reference code", "ours", "validation"]
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """All that a study found."""
+
+    item: str
+    scale: str
+    title: str
+    source: str
+    """Where it is in the paper, for example "Table 1, Section 3.1"."""
+    about_scale: str
+    """What differs from the paper's experiment, for people."""
+    tables: Sequence[Table] = ()
+    figures: Sequence[LineFigure | SurfaceFigure] = ()
+    verdicts: Sequence[Verdict] = ()
+    hyperparameters: Sequence[Hyperparameter] = ()
+    notes: Sequence[str] = ()
+    """Slips of the paper, departures, warnings."""
+    runs: Sequence[str] = field(default=())
+    """All runs of the study, by the names of their directories, those that chose hyperparameters included."""
+    num_missing: int = 0
+    """Runs that the study needs and that are not there."""
+
+
+def own_settings(experiments: Sequence[Experiment], *more: tuple[str, object]) -> list[Hyperparameter]:
+    """Return the settings of a scale that is not the paper's, all of them ours; of several values each.
+
+    Args:
+        experiments: what is trained.
+        more: further settings; they replace those of the same name.
+    """
+    found: dict[str, dict[object, None]] = {}
+    for e in experiments:
+        size = f"{e.data.train_size:,}" if e.data.train_size is not None else "all"
+        for name, value in (
+            ("network", e.model.name if e.model.norm == "batch" else f"{e.model.name}, without batch norm"),
+            ("training images", f"{size} of {e.data.name}"),
+            ("augmentation", e.data.augment),
+            ("batch size", e.data.batch_size),
+            ("learning rate", e.optim.lr),
+            ("learning-rate schedule", e.optim.schedule),
+            ("momentum", f"{e.optim.momentum:g}, Nesterov's" if e.optim.nesterov else e.optim.momentum),
+            ("weight decay", e.optim.weight_decay),
+            ("epochs", e.epochs),
+        ):
+            found.setdefault(name, {})[value] = None
+    values: dict[str, object] = {name: next(iter(v)) if len(v) == 1 else tuple(v) for name, v in found.items()}
+    return [Hyperparameter(name=name, value=value, source="ours") for name, value in (values | dict(more)).items()]

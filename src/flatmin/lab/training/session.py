@@ -1,0 +1,130 @@
+"""A session of a run: where it stands, who is told, its clock, and the signals that may end it."""
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from flatmin.lab.runs.directory import Metrics
+from flatmin.lab.training.distributed import Workers
+from flatmin.lab.training.steps import StepMeasured
+
+
+@dataclass
+class Progress:
+    """Where a run stands: with weights and optimizer, all that a checkpoint has to hold."""
+
+    epoch: int = 0
+    batch: int = 0
+    step: int = 0
+    time_seconds: float = 0.0
+    history: list[Metrics] = field(default_factory=list)
+    sums: Tensor = field(default_factory=lambda: torch.zeros(5, dtype=torch.float64))
+    """Of this worker in this epoch: examples, and over them loss, error, loss at w + eps, error at w + eps."""
+
+    def to_state(self, sums: Tensor) -> dict[str, Any]:
+        """Return what a checkpoint keeps of it, given the sums of all workers."""
+        return {
+            "epoch": self.epoch,
+            "batch": self.batch,
+            "step": self.step,
+            "time_seconds": self.time_seconds,
+            "history": json.dumps(self.history),
+            "sums": sums,
+        }
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any], workers: Workers) -> "Progress":
+        """Read what `to_state` returned, for one of the workers, which may be others than those that saved."""
+        sums: Tensor = state["sums"]
+        if len(sums) != workers.count:  # with another number of workers, the leader takes it all
+            sums = torch.cat([sums.sum(0, keepdim=True), sums.new_zeros(workers.count - 1, sums.shape[1])])
+        return cls(
+            epoch=state["epoch"],
+            batch=state["batch"],
+            step=state["step"],
+            time_seconds=state["time_seconds"],
+            history=json.loads(state["history"]),
+            sums=sums[workers.rank].to(workers.device),
+        )
+
+
+class Listener(Protocol):
+    """Is told how a run goes; called in the leading worker only."""
+
+    def on_start(self, directory: Path, num_steps: int, step: int) -> None:
+        """The run begins, or goes on, at a step."""
+
+    def on_step(self, step: int, num_examples: int, measured: StepMeasured) -> None:
+        """A step was taken, on so many examples over all workers."""
+
+    def on_epoch(self, metrics: Metrics, speed: Metrics) -> None:
+        """An epoch was completed and evaluated."""
+
+
+class Clock:
+    """Measures the time of training, without that of evaluation and saving, and knows when to save again."""
+
+    def __init__(self, checkpoint_seconds: float) -> None:
+        self.checkpoint_seconds, self.saved_at = checkpoint_seconds, time.monotonic()
+        self.num_examples, self.epoch_seconds = 0, 0.0
+        self.started_at: float | None = None  # None: it stands still
+
+    def start(self) -> None:
+        """Begin an epoch."""
+        self.num_examples, self.epoch_seconds, self.started_at = 0, 0.0, time.monotonic()
+
+    def stop(self) -> float:
+        """Stand still; return the seconds since the clock began to go, 0 if it stood still already."""
+        seconds = 0.0 if self.started_at is None else time.monotonic() - self.started_at
+        self.started_at = None
+        self.epoch_seconds += seconds
+        return seconds
+
+    def checkpoint_is_due(self) -> bool:
+        """Return whether enough time went by since the last checkpoint."""
+        return time.monotonic() - self.saved_at >= self.checkpoint_seconds
+
+    def saved(self) -> None:
+        """Note that a checkpoint was written, and go on."""
+        self.saved_at = self.started_at = time.monotonic()
+
+    @property
+    def examples_per_second(self) -> float:
+        """The speed of this session's part of the epoch."""
+        return self.num_examples / self.epoch_seconds
+
+
+@dataclass
+class Interruption:
+    """Which signal came, if any."""
+
+    signal_number: int = 0
+
+
+@contextmanager
+def noted_signals() -> Iterator[Interruption]:
+    """Take note of SIGTERM and Ctrl-C instead of dying from them; a second Ctrl-C is obeyed at once."""
+    interruption = Interruption()
+    if threading.current_thread() is not threading.main_thread():
+        yield interruption  # only the main thread may ask for signals
+        return
+
+    def note(number: int, _: object) -> None:
+        interruption.signal_number = number
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield interruption
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

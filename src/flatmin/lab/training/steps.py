@@ -1,0 +1,289 @@
+"""One optimization step, in each of its kinds: plain, SAM, SAM over micro-batches, SAM with second-order terms."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.parallel import DistributedDataParallel
+
+from flatmin import SAM, sam_gradient
+from flatmin.lab.data.pipeline import Batch
+from flatmin.lab.data.randomness import Purpose, torch_seed
+from flatmin.lab.models.shake import true_gradient
+from flatmin.lab.spec.experiment import Experiment, Optim
+from flatmin.lab.training.distributed import Workers
+from flatmin.lab.training.precision import autocast, resolve_precision
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one pass found on this worker's examples: means over the examples, on the device."""
+
+    loss: Tensor
+    error: Tensor
+
+
+@dataclass(frozen=True)
+class StepMeasured:
+    """What a step found at w and at w + eps (the same where there is no SAM)."""
+
+    at_w: Measured
+    perturbed: Measured
+
+
+def base_optimizer(optim: Optim, network: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer that SAM wraps; it clips the gradient it is given, which is the synchronised one."""
+    decay = optim.weight_decay if optim.decay == "optimizer" else 0.0
+    parameters = list(network.parameters())
+    optimizer: torch.optim.Optimizer
+    if optim.name == "adamw":
+        optimizer = torch.optim.AdamW(parameters, lr=optim.lr, weight_decay=decay)
+    else:
+        optimizer = torch.optim.SGD(
+            parameters, lr=optim.lr, momentum=optim.momentum, nesterov=optim.nesterov, weight_decay=decay
+        )
+    if optim.clip_norm is not None:
+        optimizer.register_step_pre_hook(_clipping(parameters, optim.clip_norm))
+    return optimizer
+
+
+def _clipping(parameters: list[nn.Parameter], limit: float) -> Callable[..., None]:
+    def clip(*_: object) -> None:
+        nn.utils.clip_grad_norm_(parameters, limit)
+
+    return clip
+
+
+class Stepper:
+    """Takes the steps of a run.
+
+    Args:
+        experiment: what kind of steps.
+        network: on its device.
+        seed: of the run; noise of random layers and random directions come from it, the step and the worker.
+        workers: gradients are averaged over them.
+    """
+
+    def __init__(self, experiment: Experiment, network: nn.Module, seed: int, workers: Workers) -> None:
+        self.optim, self.network, self.seed, self.workers = experiment.optim, network, seed, workers
+        self.precision = resolve_precision(experiment.precision, workers.device)
+        self.forward: Any = network
+        if workers.count > 1:
+            # Statistics of batch norm are averaged after each step instead of being broadcast before each pass.
+            self.forward = DistributedDataParallel(network, forward_sync_buffers=False)
+        if experiment.compile:
+            self.forward = torch.compile(self.forward)
+        self.statistics = normalisation_statistics(network)
+        self.optimizer = base_optimizer(self.optim, network)
+        self.generator = torch.Generator(workers.device)
+        if self.optim.rho > 0 and not self.optim.second_order:
+            self.optimizer = SAM(
+                self.optimizer,
+                rho=self.optim.rho,
+                p=self.optim.p,
+                adaptive=False if self.optim.adaptive is None else self.optim.adaptive,
+                ascent_steps=self.optim.ascent_steps,
+                direction=self.optim.direction,
+                generator=self.generator if self.optim.direction == "random" else None,
+                model=self.forward,
+                sync_perturbation=self.optim.sync_perturbation,
+            )
+
+    def step(self, batch: Batch, number: int, lr: float) -> StepMeasured:
+        """Take step ``number`` of the run on this worker's part of a batch."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        # Drawn anew from the step's number, so that there are no generators to save.
+        torch.manual_seed(torch_seed(self.seed, Purpose.NETWORK_NOISE, number, self.workers.rank))
+        shared = 0 if self.optim.sync_perturbation else self.workers.rank
+        self.generator.manual_seed(torch_seed(self.seed, Purpose.PERTURBATION, number, shared))
+        if self.optim.rho == 0:
+            measured = self._plain_step(batch)
+        elif self.optim.second_order:
+            measured = self._second_order_step(batch)
+        else:
+            measured = self._sam_step(batch)
+        # Running averages are linear in a batch's statistics: their mean is the average over workers.
+        self.workers.average_(self.statistics)
+        return measured
+
+    def _plain_step(self, batch: Batch) -> StepMeasured:
+        parts = self._micro_batches(batch)
+        means = MicroBatchStatistics(self.network, self.statistics, len(parts))
+        found = []
+        self.optimizer.zero_grad()
+        for number, part in enumerate(parts):
+            means.restart()
+            last = number == len(parts) - 1
+            with nullcontext() if last or self.workers.count == 1 else self.forward.no_sync():
+                found.append(self._pass(part, part.share, add=True))
+            means.add()
+        means.finish()
+        self.optimizer.step()
+        measured = _mean(found, [float(len(part.examples)) for part in parts])
+        return StepMeasured(measured, measured)
+
+    def _micro_batches(self, batch: Batch) -> list[Batch]:
+        return batch.split(1 if self.optim.m is None else -(-len(batch.examples) // self.optim.m))
+
+    def _sam_step(self, batch: Batch) -> StepMeasured:
+        assert isinstance(self.optimizer, SAM)
+        parts = self._micro_batches(batch)
+        num_parts = len(parts)
+        found: list[list[Measured]] = [[] for _ in parts]
+        means = MicroBatchStatistics(self.network, self.statistics, num_parts)
+
+        def closure(number: int) -> Callable[[], Tensor]:
+            def run() -> Tensor:
+                calls = found[number]
+                if not calls:  # at w
+                    means.restart()
+                ascends = len(calls) < self.optim.ascent_steps
+                if ascends:
+                    with true_gradient(self.network):
+                        calls.append(self._pass(parts[number], batch.share))
+                else:
+                    calls.append(self._pass(parts[number], batch.share))
+                if len(calls) == 1:
+                    means.add()
+                return calls[-1].loss
+
+            return run
+
+        if self.optim.direction == "random" and not self.statistics:
+            before = [self._measure(part) for part in parts]  # SAM itself needs no pass at w
+        else:
+            before = []
+        closures = [closure(i) for i in range(num_parts)]
+        sizes = [float(len(part.examples)) for part in parts]
+        if num_parts > 1:
+            self.optimizer.step(closures, weights=sizes)
+        else:
+            self.optimizer.step(closures[0])
+        means.finish()
+        return StepMeasured(
+            _mean(before or [calls[0] for calls in found], sizes), _mean([calls[-1] for calls in found], sizes)
+        )
+
+    def _second_order_step(self, batch: Batch) -> StepMeasured:
+        calls: list[Measured] = []
+        names = [name for name, _ in self.network.named_parameters()]
+
+        def loss_fn(parameters: dict[str, Tensor]) -> Tensor:
+            # Passes at w + eps write their statistics into copies.
+            buffers = {} if not calls else {name: b.clone() for name, b in self.network.named_buffers()}
+            with autocast(self.precision, self.workers.device):
+                logits = functional_call(self.network, {**parameters, **buffers}, (batch.inputs,))
+            loss, error = loss_and_error(logits, batch, self.optim.label_smoothing)
+            calls.append(Measured(loss.detach(), error))
+            return (loss + self._decay(list(parameters.values()))) * batch.share
+
+        with true_gradient(self.network):
+            found = sam_gradient(
+                loss_fn,
+                dict(self.network.named_parameters()),
+                rho=self.optim.rho,
+                p=self.optim.p,
+                ascent_steps=self.optim.ascent_steps,
+                direction=self.optim.direction,
+                second_order=True,
+                generator=self.generator,
+            )
+        self.workers.average_([found.grads[name] for name in names])
+        for name, parameter in self.network.named_parameters():
+            parameter.grad = found.grads[name]
+        self.optimizer.step()
+        return StepMeasured(calls[0], calls[-1])
+
+    def _pass(self, batch: Batch, share: float, *, add: bool = False) -> Measured:
+        """Leave the gradient of this worker's part of the loss in the parameters, or add it to what is there."""
+        if not add:
+            self.optimizer.zero_grad()
+        with autocast(self.precision, self.workers.device):
+            logits = self.forward(batch.inputs)
+        loss, error = loss_and_error(logits, batch, self.optim.label_smoothing)
+        # Workers' gradients are averaged; a part with more examples counts more. SAM's eps does not see the factor.
+        total = loss + self._decay(list(self.network.parameters()))
+        (total if share == 1.0 else total * share).backward()  # type: ignore[no-untyped-call]
+        return Measured(loss.detach(), error)
+
+    @torch.no_grad()
+    def _measure(self, batch: Batch) -> Measured:
+        with autocast(self.precision, self.workers.device):
+            logits = self.network(batch.inputs)
+        return Measured(*loss_and_error(logits, batch, self.optim.label_smoothing))
+
+    def _decay(self, parameters: list[Tensor]) -> Tensor | float:
+        if self.optim.decay == "optimizer" or self.optim.weight_decay == 0:
+            return 0.0
+        return self.optim.weight_decay / 2 * torch.stack([p.square().sum() for p in parameters]).sum()
+
+
+class MicroBatchStatistics:
+    """The running averages of a step on micro-batches: each starts from the same ones, and their mean is kept.
+
+    That is what as many accelerators do whose statistics are averaged. With one micro-batch there is nothing to do.
+    """
+
+    def __init__(self, network: nn.Module, statistics: list[Tensor], num_parts: int) -> None:
+        several = num_parts > 1
+        self.num_parts, self.statistics = num_parts, statistics if several else []
+        self.buffers = list(network.buffers()) if several else []
+        self.start = [b.clone() for b in self.buffers]
+        self.means = [torch.zeros_like(s) for s in self.statistics]
+
+    def restart(self) -> None:
+        """Begin a micro-batch."""
+        for buffer, first in zip(self.buffers, self.start, strict=True):
+            buffer.copy_(first)
+
+    def add(self) -> None:
+        """Take the averages of a micro-batch into the mean."""
+        for mean, statistic in zip(self.means, self.statistics, strict=True):
+            mean.add_(statistic, alpha=1 / self.num_parts)
+
+    def finish(self) -> None:
+        """Put the mean into the network."""
+        for mean, statistic in zip(self.means, self.statistics, strict=True):
+            statistic.copy_(mean)
+
+
+def normalisation_statistics(network: nn.Module) -> list[Tensor]:
+    """Return the running averages of all normalisation layers (not their integer counts of batches)."""
+    return [
+        buffer
+        for module in network.modules()
+        for name, buffer in module._buffers.items()
+        if name.startswith("running_") and buffer is not None
+    ]
+
+
+def loss_and_error(logits: Tensor, batch: Batch, label_smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
+    r"""Return cross-entropy and error rate of a batch; with Mixup, both are mixed like the images.
+
+    :math:`\lambda\, l(y) + (1 - \lambda)\, l(y')` (Zhang et al., 2018), where y' are the partners' classes.
+    """
+    logits = logits.float()
+    loss = F.cross_entropy(logits, batch.labels, label_smoothing=label_smoothing)
+    predicted = logits.detach().argmax(1)
+    error = (predicted != batch.labels).float().mean()
+    if batch.own_weight != 1.0:
+        other = F.cross_entropy(logits, batch.partner_labels, label_smoothing=label_smoothing)
+        loss = batch.own_weight * loss + (1 - batch.own_weight) * other
+        other_error = (predicted != batch.partner_labels).float().mean()
+        error = batch.own_weight * error + (1 - batch.own_weight) * other_error
+    return loss, error
+
+
+def _mean(parts: list[Measured], sizes: list[float]) -> Measured:
+    if len(parts) == 1:
+        return parts[0]
+    weights = torch.tensor(sizes, device=parts[0].loss.device) / sum(sizes)
+    return Measured(
+        (torch.stack([p.loss for p in parts]) * weights).sum(), (torch.stack([p.error for p in parts]) * weights).sum()
+    )

@@ -1,0 +1,173 @@
+"""``flatmin measure``: what it refuses, what it prints, and what it keeps beside the run."""
+
+import json
+import math
+
+import pytest
+
+from cli_cases import cut_short, in_an_empty_folder, run, trained_run
+from flatmin.lab.runs.directory import read_result
+from flatmin.lab.sweeps.jobs import Job, Measurement, read_outcome
+from flatmin.lab.training.trained_model import load_trained
+
+
+def reject(constant):
+    raise AssertionError(f"{constant} is not JSON")
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path, monkeypatch):
+    in_an_empty_folder(tmp_path, monkeypatch)
+
+
+WRONG_SETTINGS = [
+    (["sharpness", "--rho", "-1"], "--rho must be finite and not negative; got -1.0"),
+    (["sharpness", "--rho", "nan"], "--rho must be finite and not negative; got nan"),
+    (["sharpness", "--m", "0"], "--m must be at least 1; got 0"),
+    (["sharpness", "--m", "61"], "m must be at most the number of examples, 60, got 61"),
+    (["sharpness", "--steps", "0"], "--steps must be at least 1; got 0"),
+    (["sharpness", "--num-examples", "0"], "--num-examples must be at least 1; got 0"),
+    (["sharpness", "--epoch", "-1"], "--epoch must be at least 0; got -1"),
+    (["sharpness", "--epoch", "1"], "has not kept its weights after epoch 1: train with keep_every"),
+    (["spectrum", "--num-eigenvalues", "0"], "--num-eigenvalues must be at least 1; got 0"),
+    (["spectrum", "--steps", "0"], "--steps must be at least 1; got 0"),
+    (["spectrum", "--probes", "0"], "--probes must be at least 1; got 0"),
+    (["landscape", "--points", "4"], "--points must be odd, and at least 3; got 4"),
+    (["landscape", "--span", "0"], "--span must be positive and finite; got 0.0"),
+    (["bound", "--rho", "0"], "--rho must be positive and finite; got 0.0"),
+    (["bound", "--delta", "2"], "--delta must be between 0 and 1; got 2.0"),
+    (["bound", "--num-examples", "1"], "--num-examples must be at least 2; got 1"),
+]
+
+
+@pytest.fixture(scope="module")
+def a_run(tmp_path_factory):
+    """Return a finished run."""
+    from flatmin.lab.spec.experiment import Data, Experiment, Model
+    from flatmin.lab.training.engine import train
+
+    spec = Experiment(data=Data(train_size=60, batch_size=20), model=Model(name="cnn-4"), epochs=1, precision="float32")
+    return train(spec, runs=tmp_path_factory.mktemp("runs")).directory
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG_SETTINGS, ids=[" ".join(w[0]) for w in WRONG_SETTINGS])
+def test_a_wrong_setting_is_named_with_its_value(arguments, message, a_run, capsys):
+    code, _, err = run(capsys, "measure", arguments[0], str(a_run), *arguments[1:])
+    assert code == 2
+    assert message in err
+    assert not list(a_run.glob(f"measures/{arguments[0]}-*.json"))
+
+
+def test_a_landscape_is_measured_once_for_each_setting_and_its_table_says_what_it_found(capsys, tmp_path):
+    path = trained_run(capsys, tmp_path)
+    for points in ("3", "5", "3"):
+        code, out, err = run(capsys, "measure", "landscape", path.name, "--points", points, "--num-examples", "40")
+        assert code == 0, err
+    files = sorted((path / "measures").glob("landscape-step6-*.json"))
+    facts = [json.loads(file.read_text()) for file in files]
+    assert sorted(f["points"] for f in facts) == [3, 5]
+    three = next(f for f in facts if f["points"] == 3)
+    heights = [height for row in three["loss"] for height in row]
+    assert three["loss_at_centre"] == heights.pop(4)
+    assert three["highest_loss"] == max(heights)
+    assert three["mean_rise"] == pytest.approx(sum(heights) / 8 - three["loss_at_centre"])
+    for name in ("loss_at_centre", "highest_loss", "mean_rise"):
+        assert f"{name} " in out
+        assert f"{three[name]:.4g}" in out
+    assert "num_examples" in out
+    assert all(f"landscape-step6-{rest}" in out for rest in _endings(path, points=3))
+
+
+def _endings(path, points):
+    (file,) = (f for f in path.glob("measures/*.json") if json.loads(f.read_text())["points"] == points)
+    return [file.stem.rpartition("-")[2] + suffix for suffix in (".html", ".json", ".svg")]
+
+
+def test_measures_with_other_settings_stand_side_by_side(capsys, tmp_path):
+    path = trained_run(capsys, tmp_path)
+    for delta in ("0.05", "0.1", "0.1"):
+        assert run(capsys, "measure", "bound", path.name, "--delta", delta)[0] == 0
+    found = [json.loads(file.read_text())["delta"] for file in path.glob("measures/bound-step6-*.json")]
+    assert sorted(found) == [0.05, 0.1]
+
+
+def test_what_is_no_number_is_null_in_json_and_explained_in_the_table(capsys, tmp_path):
+    path = trained_run(capsys, tmp_path)
+    code, out, _ = run(capsys, "measure", "sharpness", path.name, "--output", "json")
+    assert code == 0
+    printed = json.loads(out, parse_constant=reject)
+    assert printed["standard_error"] is None
+    (file,) = path.glob("measures/sharpness-step6-*.json")
+    assert json.loads(file.read_text(), parse_constant=reject)["standard_error"] is None
+    assert printed["file"] == str(file.relative_to(tmp_path))
+    assert "unknown (one subset)" in run(capsys, "measure", "sharpness", path.name)[1]
+    out = run(capsys, "measure", "sharpness", path.name, "--m", "20", "--output", "json")[1]
+    assert math.isfinite(json.loads(out)["standard_error"])
+
+
+def test_studies_read_a_loss_that_was_no_number_as_such(capsys, tmp_path):
+    path = trained_run(capsys, tmp_path)
+    measurement = Measurement(kind="landscape")
+    (path / "measures").mkdir()
+    (path / "measures" / measurement.file_name()).write_text('{"loss": [[1.0, null]], "accuracy": null}')
+    job = Job(experiment=read_result(path).experiment, measurements=(measurement,))
+    facts = read_outcome(job, tmp_path / "runs").measured[measurement]
+    assert facts["loss"][0][0] == 1
+    assert math.isnan(facts["loss"][0][1])
+    assert facts["accuracy"] is None
+
+
+def test_the_weights_that_were_measured_are_named(capsys, tmp_path):
+    path = trained_run(capsys, tmp_path, "--keep-every", "1")
+    last, first = (
+        json.loads(run(capsys, "measure", "sharpness", path.name, *epoch, "--output", "json")[1])
+        for epoch in ((), ("--epoch", "1"))
+    )
+    assert (last["epoch"], last["step"]) == (2, 6)
+    assert (first["epoch"], first["step"]) == (1, None)
+    assert last["loss"] != first["loss"]
+    assert load_trained(path).at_epoch(1).origin.epoch == 1
+    out = run(capsys, "measure", "sharpness", path.name)[1]
+    assert "epoch " in out
+    assert "step " in out
+
+
+def test_a_measure_shows_that_it_is_working_where_that_disturbs_no_script(a_run, capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes standard error for a terminal
+    spectrum = ["spectrum", str(a_run), "--steps", "5", "--probes", "1", "--num-eigenvalues", "1"]
+    code, out, err = run(capsys, "measure", *spectrum, "--output", "json")
+    assert code == 0
+    assert f"spectrum of {a_run.name}" in err
+    assert len(json.loads(out)["eigenvalues"]) == 1
+
+
+def test_a_finished_run_is_not_measured_at_an_earlier_checkpoint(capsys, tmp_path):
+    path = trained_run(capsys, tmp_path, "--keep-every", "1")
+    (last,) = path.glob("checkpoints/step-00000006-*.pt")
+    whole = last.read_bytes()
+    cut_short(last)
+    code, _, err = run(capsys, "measure", "sharpness", path.name)
+    assert code == 2
+    assert str(last.relative_to(tmp_path)) in err
+    assert "is damaged" in err
+    assert "result.json" in err
+    assert "--epoch (kept: 0, 1, 2)" in err
+    assert not (path / "measures").exists()
+    assert run(capsys, "measure", "sharpness", path.name, "--epoch", "2")[0] == 0
+    last.unlink()
+    assert "is missing" in run(capsys, "measure", "sharpness", path.name)[2]
+    # The remedy that the error names.
+    result = (path / "result.json").read_text()
+    (path / "result.json").unlink()
+    trained_run(capsys, tmp_path, "--keep-every", "1")
+    assert json.loads((path / "result.json").read_text())["history"] == json.loads(result)["history"]
+    last.write_bytes(whole)
+    assert run(capsys, "measure", "sharpness", path.name)[0] == 0
+
+
+def test_an_unfinished_run_is_measured_where_it_stands(capsys, tmp_path):
+    path = trained_run(capsys, tmp_path)
+    (path / "result.json").unlink()
+    next(path.glob("checkpoints/step-00000006-*.pt")).unlink()
+    out = run(capsys, "measure", "sharpness", path.name, "--output", "json")[1]
+    assert json.loads(out)["step"] == 0

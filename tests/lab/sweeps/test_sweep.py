@@ -1,0 +1,394 @@
+"""Sweeps with real processes, really killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from functools import partial
+
+import psutil
+import pytest
+from rich.console import Console
+
+import sweep_process
+from flatmin.lab.errors import DataError, ModelError, RunError, SpecError, StorageError
+from flatmin.lab.runs.checkpoint import checkpoints
+from flatmin.lab.runs.directory import RunDirectory
+from flatmin.lab.spec.experiment import Model
+from flatmin.lab.sweeps import local_pool as sweep_local
+from flatmin.lab.sweeps import run_job as sweep_job
+from flatmin.lab.sweeps import scheduler as sweep_schedule
+from flatmin.lab.sweeps import sweep as sweep_module
+from flatmin.lab.sweeps.jobs import Job, Measurement, read_outcome
+from flatmin.lab.sweeps.local_pool import LocalPool, Shares, machine_shares
+from flatmin.lab.sweeps.progress import SweepProgress
+from flatmin.lab.sweeps.run_job import Ending, describe_death
+from flatmin.lab.sweeps.runners import Archive
+from flatmin.lab.sweeps.scheduler import Schedule
+from flatmin.lab.sweeps.sweep import Sweeper, run_job, sweep
+from flatmin.lab.training.engine import train
+from flatmin.lab.training.session import Interruption
+from sweep_process import many_jobs, tiny
+
+LONG = 100_000  # epochs: it will not end by itself
+SHARPNESS = Measurement(kind="sharpness", settings=(("num_examples", 20),))
+BOUND = Measurement(kind="bound", settings=(("num_examples", 20), ("rho", 0.1)))
+
+
+def start(runs, num_jobs, epochs):
+    command = [sys.executable, sweep_process.__file__, str(runs), str(num_jobs), str(epochs)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, start_new_session=True, **pipes)
+
+
+def wait_for(condition, process=None, seconds=120.0):
+    until = time.monotonic() + seconds
+    while not (found := condition()):
+        if process is not None and process.poll() is not None:
+            pytest.fail(f"the process ended first: {process.communicate()}")
+        assert time.monotonic() < until, "it took too long"
+        time.sleep(0.01)
+    return found
+
+
+def num_epochs(runs, job):
+    file = runs / job.name / "metrics.jsonl"
+    return file.read_text().count("\n") if file.exists() else 0
+
+
+def sessions(runs, job):
+    return json.loads((runs / job.name / "environment.json").read_text())["sessions"]
+
+
+def metrics_of(runs, job):
+    return (runs / job.name / "metrics.jsonl").read_bytes()
+
+
+def undisturbed(job, runs):
+    train(job.experiment, seed=job.seed, runs=runs)
+    return metrics_of(runs, job)
+
+
+def in_background(function):
+    thread = threading.Thread(target=function)
+    thread.start()
+    return thread
+
+
+def test_forty_runs_that_were_killed_go_on_without_repeating_one(tmp_path):
+    runs, jobs = tmp_path / "killed", many_jobs(40, 4)
+    process = start(runs, 40, 4)
+    wait_for(lambda: len(list(runs.glob("*/result.json"))) >= 12, process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    finished = {p: p.stat().st_mtime_ns for p in runs.glob("*/result.json")}
+    assert 12 <= len(finished) < 40
+
+    again = start(runs, 40, 4)
+    output, errors = again.communicate()
+    assert again.returncode == 0, errors
+    assert output.count("test error") == 40 - len(finished)
+    assert f"[{len(finished) + 1}/40]" in output
+    assert {path: path.stat().st_mtime_ns for path in finished} == finished
+    assert all(len(json.loads((p.parent / "environment.json").read_text())["sessions"]) == 1 for p in finished)
+    assert all(outcome.complete for outcome in Archive(runs).outcomes(jobs, ""))
+    for job in jobs:
+        assert metrics_of(runs, job) == undisturbed(job, tmp_path / "whole"), job.name
+
+
+def test_processes_whose_sweep_was_killed_end_by_themselves(tmp_path):
+    process = start(tmp_path, 2, LONG)
+    jobs = many_jobs(2, LONG)
+    wait_for(lambda: all(num_epochs(tmp_path, job) > 1 for job in jobs), process)
+    workers = psutil.Process(process.pid).children(recursive=True)
+    assert len(workers) >= 2
+    process.kill()  # alone: nobody else is told
+    process.communicate()
+    _, alive = psutil.wait_procs(workers, timeout=10)
+    assert alive == []
+    for job in jobs:
+        directory = RunDirectory(job.experiment, job.seed, tmp_path)
+        directory.open()  # nobody holds it
+        directory.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_all_runs_and_stops(number, tmp_path):
+    process = start(tmp_path, 3, LONG)
+    running = wait_for(lambda: [j for j in many_jobs(3, LONG) if num_epochs(tmp_path, j) > 1][:2][1:], process)
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)  # Ctrl-C: the terminal tells every process
+    else:
+        process.send_signal(number)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, errors
+    assert "3 of 3 runs are left. Everything is saved" in errors
+    assert "Traceback" not in output + errors
+    for job in running:
+        last = json.loads(metrics_of(tmp_path, job).splitlines()[-1])["step"]
+        saved = int(checkpoints(tmp_path / job.name / "checkpoints")[0].name.split("-")[1])
+        assert saved >= last  # the very last step, and not some step 0.05 s before
+
+
+def workers():
+    """The processes that this one has started; other tests may have left theirs."""
+    return {p for p in psutil.Process().children() if "spawn_main" in " ".join(p.cmdline())}
+
+
+def test_a_process_that_dies_costs_no_more_than_the_time_since_its_checkpoint(tmp_path):
+    job = Job(experiment=tiny(rho=0.1, epochs=60))
+    before = workers()
+
+    def kill_worker():
+        wait_for(lambda: num_epochs(tmp_path / "runs", job) >= 5)
+        (workers() - before).pop().kill()
+
+    thread = in_background(kill_worker)
+    (outcome,) = sweep([job], runs=tmp_path / "runs", processes=1, checkpoint_seconds=0.02)
+    thread.join()
+    assert outcome.complete
+    assert outcome.problem is None
+    assert len(sessions(tmp_path / "runs", job)) == 2
+    assert metrics_of(tmp_path / "runs", job) == undisturbed(job, tmp_path / "whole")
+    speed = (tmp_path / "runs" / job.name / "speed.jsonl").read_text().splitlines()
+    assert len(speed) < 60 + 5  # epochs that were done twice
+
+
+def test_a_job_that_fails_is_tried_again_and_then_is_a_problem_that_is_not_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep_module, "run_job", sweep_process.fails_at_first)
+    jobs = [Job(experiment=tiny()), Job(experiment=tiny(), seed=1)]
+    console = Console(record=True, width=200)
+    with Sweeper(runs=tmp_path, processes=1, attempts=2, console=console) as sweeper:
+        outcomes = sweeper.outcomes(jobs, "")
+        assert [o.problem for o in outcomes] == ["ValueError: not yet (attempt 2 of 2)"] * 2
+        text = console.export_text()
+        assert "2 of 2 runs came to nothing" in text
+        assert "The same command tries it again" in text
+        assert not read_outcome(jobs[0], tmp_path).complete
+        assert all(o.result is not None and o.problem is None for o in sweeper.outcomes(jobs, ""))
+    assert (tmp_path / f"{jobs[0].name}.attempts").read_text() == "xxx"
+
+
+def test_a_run_that_diverges_stops_no_other_and_is_repeated_only_without_its_problem_file(tmp_path, capfd):
+    jobs = [Job(experiment=tiny(lr=1e18, epochs=2)), Job(experiment=tiny())]
+    with Sweeper(runs=tmp_path, processes=1) as sweeper:
+        bad, good = sweeper.outcomes(jobs, "")
+        assert "The loss is no number any more" in bad.problem
+        assert bad.result is None
+        assert good.result is not None
+        assert good.problem is None
+        assert sweeper.outcomes(jobs, "")[0].problem == bad.problem
+        assert len(sessions(tmp_path, jobs[0])) == 1
+        (tmp_path / jobs[0].name / "problem.json").unlink()
+        assert sweeper.outcomes(jobs, "")[0].problem == bad.problem
+    assert len(sessions(tmp_path, jobs[0])) == 2
+    assert capfd.readouterr() == ("", "")  # without a console nothing is said
+
+
+def test_jobs_of_one_name_are_trained_once_and_all_is_measured_that_any_asks_for(tmp_path):
+    jobs = [
+        Job(experiment=tiny(), measurements=(SHARPNESS,)),
+        Job(experiment=replace(tiny(), name="the same"), measurements=(BOUND, SHARPNESS)),
+        Job(experiment=tiny()),
+    ]
+    with Sweeper(runs=tmp_path, processes=2) as sweeper:
+        first = sweeper.outcomes(jobs[2:], "")
+        trained = (tmp_path / jobs[0].name / "result.json").stat().st_mtime_ns
+        outcomes = sweeper.outcomes(jobs, "")
+        measured = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/measures/*.json")}
+        assert [o.measured for o in sweeper.outcomes(jobs, "")] == [o.measured for o in outcomes]
+    assert first[0].measured == {}
+    assert [o.job for o in outcomes] == jobs
+    assert [set(o.measured) for o in outcomes] == [{SHARPNESS}, {BOUND, SHARPNESS}, set()]
+    assert outcomes[0].measured[SHARPNESS]["num_examples"] == 20
+    assert outcomes[1].measured[BOUND]["rho"] == 0.1
+    assert (tmp_path / jobs[0].name / "result.json").stat().st_mtime_ns == trained
+    assert {path: path.stat().st_mtime_ns for path in measured} == measured
+    assert len(measured) == 2
+    assert len(list(tmp_path.glob("*/result.json"))) == 1
+
+
+def test_a_users_mistake_stops_the_sweep_when_the_others_have_saved(tmp_path):
+    long, wrong = Job(experiment=tiny(epochs=LONG)), Job(experiment=tiny(name="folder:nowhere"))
+    before = workers()
+    with pytest.raises(DataError, match="nowhere"):
+        sweep([long, wrong], runs=tmp_path, processes=2)
+    assert workers() <= before
+    if num_epochs(tmp_path, long):  # it may not have come that far
+        last = json.loads(metrics_of(tmp_path, long).splitlines()[-1])["step"]
+        assert int(checkpoints(tmp_path / long.name / "checkpoints")[0].name.split("-")[1]) >= last
+
+
+def test_what_is_the_users_to_mend_is_told_from_what_may_pass(tmp_path, monkeypatch):
+    wrong = replace(tiny(), model=Model(name="cnn-2", checkpoint="nothing.pt"))
+    ending = run_job(Job(experiment=wrong), tmp_path, None, 60.0)
+    assert ending.kind == "mistake"
+    assert isinstance(ending.error, ModelError)
+    (tmp_path / "file").touch()
+    assert isinstance(run_job(Job(experiment=tiny()), tmp_path / "file", None, 60.0).error, StorageError)
+    monkeypatch.setattr(sweep_job, "train", lambda *_, **__: 1 / 0)
+    ending = run_job(Job(experiment=tiny()), tmp_path, None, 60.0)
+    assert ending.kind == "failed"
+    assert ending.message.startswith("ZeroDivisionError: division by zero (test_sweep.py, line ")
+
+
+def test_ray_is_asked_for_by_name_where_it_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(RunError, match=r"pip install 'flatmin\[ray\]'"):
+        sweep([Job(experiment=tiny())], runs=tmp_path, engine="ray")
+
+
+@pytest.mark.parametrize(
+    ("measurement", "message"),
+    [
+        (Measurement(kind="spectrum", settings=(("eigenvalues", 5),)), "eigenvalues is no setting of the measure"),
+        (Measurement(kind="beauty"), "'beauty' cannot be measured"),
+    ],
+)
+def test_a_mistake_in_a_measurement_shows_before_anything_is_trained(measurement, message, tmp_path):
+    with pytest.raises(SpecError, match=message):
+        sweep([Job(experiment=tiny(), measurements=(measurement,))], runs=tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("name", ["processes", "threads", "attempts"])
+def test_a_negative_number_is_refused(name, tmp_path):
+    with pytest.raises(SpecError, match=f"{name} must be at least"):
+        sweep([], runs=tmp_path, **{name: -1})
+
+
+def test_each_process_has_the_threads_that_were_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep_module, "run_job", sweep_process.tells_threads)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    sweep([Job(experiment=tiny())], runs=tmp_path, processes=1, threads=3)
+    assert json.loads((tmp_path / "threads.json").read_text()) == {"torch": 3, "environment": "3"}
+    assert os.environ["OMP_NUM_THREADS"] == "1"
+    assert sessions(tmp_path, Job(experiment=tiny()))[0]["num_threads"] == 3
+
+
+def test_a_machine_is_divided_by_its_cores_or_by_its_gpus(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert machine_shares(0, 0) == Shares(threads=1, gpus=(None,) * 8)
+    assert machine_shares(0, 3) == Shares(threads=3, gpus=(None,) * 2)
+    assert machine_shares(5, 3) == Shares(threads=3, gpus=(None,) * 5)
+    assert machine_shares(0, 16) == Shares(threads=16, gpus=(None,))
+    monkeypatch.setattr(sweep_local.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(sweep_local.torch.cuda, "is_available", lambda: True)
+    assert machine_shares(0, 0) == Shares(threads=4, gpus=("0", "1"))
+    assert machine_shares(3, 1) == Shares(threads=1, gpus=("0", "1", "0"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, 7")
+    assert machine_shares(0, 0).gpus == ("5", "7")
+
+
+def test_a_run_that_another_process_works_on_is_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep_schedule, "BUSY_SECONDS", 0.1)
+    job, console = Job(experiment=tiny()), Console(record=True, width=200)
+    directory = RunDirectory(job.experiment, 0, tmp_path)
+    directory.open()
+
+    def let_go():
+        wait_for(lambda: "another process works on it" in console.export_text(clear=False))
+        time.sleep(0.5)
+        directory.close()
+
+    thread = in_background(let_go)
+    (outcome,) = sweep([job], runs=tmp_path, processes=1, attempts=1, console=console)
+    thread.join()
+    assert outcome.result is not None
+    assert console.export_text().count("another process works on it") == 1
+
+
+def test_a_process_that_is_killed_while_it_was_to_save_has_not_stopped_but_died(tmp_path):
+    job = Job(experiment=tiny())
+    with LocalPool(partial(sweep_process.does_not_stop, folder=tmp_path), Shares(threads=1, gpus=(None,))) as pool:
+        pool.start(job)
+        wait_for((tmp_path / "began").exists)
+        pool.stop()
+        pool.slots[0].process.kill()
+        ((name, ending),) = wait_for(lambda: pool.ended(0.1))
+    assert name == job.name
+    assert ending == Ending(kind="died", message=describe_death(-signal.SIGKILL))
+
+
+def test_a_process_that_is_stopped_before_it_has_begun_has_nothing_to_save(tmp_path):
+    with LocalPool(partial(sweep_process.does_not_stop, folder=tmp_path), Shares(threads=1, gpus=(None,))) as pool:
+        pool.start(Job(experiment=tiny()))
+        pool.stop()
+        ((_, ending),) = wait_for(lambda: pool.ended(0.1))
+    assert ending.kind == "stopped"
+
+
+def test_a_stop_is_not_taken_for_an_error_that_a_library_handles(tmp_path):
+    with LocalPool(partial(sweep_process.handles_errors, folder=tmp_path), Shares(threads=1, gpus=(None,))) as pool:
+        pool.start(Job(experiment=tiny()))
+        wait_for((tmp_path / "began").exists)
+        pool.stop()
+        ((_, ending),) = wait_for(lambda: pool.ended(0.1))
+    assert ending.kind == "stopped"
+
+
+class Unreadable:
+    def __reduce__(self):
+        return (int, ("not a number",))
+
+
+def test_processes_that_cannot_begin_are_not_started_for_ever(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(sweep_local, "MAX_STILLBIRTHS", 1)
+    job = Job(experiment=tiny())
+    progress = SweepProgress({job.name: job}, tmp_path, None, "")
+    with (
+        LocalPool(Unreadable(), Shares(threads=1, gpus=(None,))) as pool,
+        pytest.raises(RunError, match="if __name__ == "),
+    ):
+        Schedule({job.name: job}, pool, progress, attempts=5).run(Interruption())
+
+
+def test_the_table_shows_replicas_epochs_failures_and_the_time_left(tmp_path, monkeypatch):
+    sgd, sam = replace(tiny(epochs=4), name="plain SGD"), tiny(rho=0.1, epochs=4)
+    jobs = {job.name: job for job in [*(Job(experiment=sgd, seed=s) for s in range(3)), Job(experiment=sam)]}
+    names = list(jobs)
+    console = Console(record=True, width=100, height=40, force_terminal=True)
+    progress = SweepProgress(jobs, tmp_path, console, "choosing rho")
+    assert progress.seconds_left() is None
+    progress.complete_before(names[0], failed=False)
+    progress.started(names[1])
+    progress.started(names[2])
+    progress.ended(names[2], "it broke")
+    (tmp_path / names[1]).mkdir()
+    (tmp_path / names[1] / "metrics.jsonl").write_text("{}\n{}\n")
+    # In 10 seconds 2 passes were done, and there are 2 + 8 left.
+    monkeypatch.setattr(time, "monotonic", lambda: progress.started_at + 10.0)
+    assert progress.seconds_left() == pytest.approx(50.0)
+    console.print(progress.table())
+    text = console.export_text()
+    row = next(line for line in text.splitlines() if "plain SGD" in line)
+    assert [cell.strip() for cell in row.split("│")[1:-1]] == ["plain SGD", "1/3", "epoch 2/4", "1"]
+    assert names[3].removesuffix("-seed0") in text
+    assert "choosing rho" in text
+    assert "about 50 s" in text
+    assert "it broke" in text
+
+
+def test_a_table_with_more_lines_than_the_terminal_shows_what_is_running(tmp_path):
+    jobs = {job.name: job for job in (Job(experiment=tiny(lr=0.01 * (i + 1))) for i in range(30))}
+    console = Console(record=True, width=100, height=12, force_terminal=True)
+    progress = SweepProgress(jobs, tmp_path, console, "")
+    last = list(jobs)[-1]
+    progress.started(last)
+    console.print(progress.table())
+    text = console.export_text()
+    assert last.removesuffix("-seed0") in text
+    assert "all 30 experiments" in text
+    assert text.count("digits-") == 4
+
+
+def test_nothing_to_do_starts_no_process(tmp_path, monkeypatch):
+    job = Job(experiment=tiny())
+    train(job.experiment, runs=tmp_path)
+    monkeypatch.setattr(LocalPool, "start", lambda *_: pytest.fail("a process was started"))
+    assert sweep([job, job], runs=tmp_path) == [read_outcome(job, tmp_path)] * 2

@@ -1,0 +1,123 @@
+"""Two worker processes under torchrun, with gloo."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from flatmin import sam_gradient
+from flatmin.lab.data.datasets import load_dataset
+from flatmin.lab.data.pipeline import Pipeline
+from flatmin.lab.data.randomness import Purpose, torch_seed
+from flatmin.lab.errors import RunError
+from flatmin.lab.models.build import build_model
+from flatmin.lab.runs.checkpoint import latest_checkpoint, read_state
+from flatmin.lab.spec.datasets import dataset_info
+from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
+from flatmin.lab.training.engine import train
+
+EXPERIMENT = Experiment(
+    data=Data(train_size=75, batch_size=20, augment="basic", mixup=0.5),
+    model=Model(name="wrn-10-1"),
+    optim=Optim(rho=0.2, lr=0.05, clip_norm=1.0),
+    epochs=2,
+    precision="float32",
+)
+
+
+def torchrun(experiment, folder, die_at=-1):
+    folder.mkdir()
+    (folder / "asked.json").write_text(experiment.to_json())
+    script = Path(__file__).parent / "distributed_run.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(script), str(folder / "asked.json"), str(folder), str(die_at)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "deprecated" not in done.stderr
+    return folder / experiment.run_name(0)
+
+
+def final_weights(directory):
+    return read_state(latest_checkpoint(directory / "checkpoints"), torch.device("cpu"))["model"]
+
+
+@pytest.fixture(scope="module")
+def two_workers(tmp_path_factory):
+    return torchrun(EXPERIMENT, tmp_path_factory.mktemp("two") / "runs")
+
+
+def test_two_workers_see_every_example_exactly_once_an_epoch(two_workers):
+    seen = [json.loads((two_workers.parent / f"seen-{rank}.json").read_text()) for rank in (0, 1)]
+    assert len(seen[0]) == len(seen[1]) == 8
+    for epoch in (0, 1):
+        examples = [i for worker in seen for _, batch in worker[4 * epoch : 4 * epoch + 4] for i in batch]
+        assert sorted(examples) == list(range(75))
+
+
+def test_two_workers_with_an_eps_each_equal_one_process_with_m_half_the_batch(two_workers, tmp_path):
+    """Weights, batch-norm statistics and metrics, up to the order of float32 sums."""
+    optim = dataclasses.replace(EXPERIMENT.optim, m=10)
+    alone = train(dataclasses.replace(EXPERIMENT, optim=optim), runs=tmp_path)
+    expected, found = final_weights(alone.directory), final_weights(two_workers)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=2e-3, atol=2e-4, msg=lambda m, name=name: f"{name}: {m}")
+    line = json.loads((two_workers / "metrics.jsonl").read_text().splitlines()[-1])
+    assert line["train_loss"] == pytest.approx(alone.metrics["train_loss"], rel=1e-3)
+    assert line["perturbed_loss"] == pytest.approx(alone.metrics["perturbed_loss"], rel=1e-3)
+    whole = train(dataclasses.replace(EXPERIMENT), runs=tmp_path)  # one eps for the whole batch is another thing
+    other = final_weights(whole.directory)
+    assert not all(torch.allclose(found[name], other[name], rtol=2e-3, atol=2e-4) for name in other)
+
+
+def test_the_result_of_two_workers_is_not_returned_to_one_process(two_workers):
+    with pytest.raises(RunError, match="was trained by 2 workers, and here is 1 worker"):
+        train(EXPERIMENT, runs=two_workers.parent)
+
+
+def test_a_worker_that_is_killed_is_restarted_from_the_last_checkpoint(two_workers, tmp_path):
+    directory = torchrun(EXPERIMENT, tmp_path / "killed", die_at=5)
+    sessions = json.loads((directory / "environment.json").read_text())["sessions"]
+    assert len(sessions) == 2
+    assert sessions[0]["num_workers"] == 2
+    assert (directory / "metrics.jsonl").read_bytes() == (two_workers / "metrics.jsonl").read_bytes()
+    found, expected = final_weights(directory), final_weights(two_workers)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_second_order_gradients_are_averaged_over_workers(tmp_path):
+    """One step, against the mean of the two halves' exact SAM gradients."""
+    optim = Optim(rho=0.2, second_order=True, momentum=0.0, nesterov=False, weight_decay=0.0, schedule="constant")
+    experiment = Experiment(
+        data=Data(train_size=20, batch_size=20), model=Model(name="cnn-4"), optim=optim, epochs=1, precision="float32"
+    )
+    found = final_weights(torchrun(experiment, tmp_path / "runs"))
+    torch.manual_seed(torch_seed(0, Purpose.NETWORK_INIT))
+    network = build_model(experiment.model, num_classes=10, in_channels=1)
+    info = dataset_info("digits")
+    pipeline = Pipeline(
+        data=experiment.data, info=info, mean=info.mean, std=info.std, seed=0, device=torch.device("cpu")
+    )
+    (batch,) = pipeline.training(load_dataset(experiment.data).train, epoch=0)
+    grads = []
+    for part in batch.split(2):
+
+        def loss(parameters, part=part):
+            logits = torch.func.functional_call(network, parameters, (part.inputs,))
+            return F.cross_entropy(logits, part.labels)
+
+        grads.append(sam_gradient(loss, dict(network.named_parameters()), rho=0.2, second_order=True).grads)
+    for name, value in network.named_parameters():
+        expected = value - 0.1 * (grads[0][name] + grads[1][name]) / 2
+        torch.testing.assert_close(found[name], expected, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,352 @@
+"""Whole runs: exact resume, files, stops and mistakes."""
+
+import dataclasses
+import errno
+import json
+import math
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from flatmin.lab.data.digits import load_digits
+from flatmin.lab.errors import DivergedError, RunError, StorageError
+from flatmin.lab.runs import checkpoint
+from flatmin.lab.runs import directory as run_directory
+from flatmin.lab.runs.checkpoint import checkpoints, latest_checkpoint, read_state
+from flatmin.lab.runs.directory import RunDirectory, read_result
+from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
+from flatmin.lab.training import engine, session
+from flatmin.lab.training.engine import train
+from flatmin.lab.training.steps import Stepper
+
+CPU = torch.device("cpu")
+
+
+def small(epochs=2, model="cnn-4", **changes):
+    data = changes.pop("data", Data(train_size=60, batch_size=20))
+    return Experiment(data=data, model=Model(name=model), epochs=epochs, precision="float32", **changes)
+
+
+class CrashError(Exception):
+    """Stands for kill -9."""
+
+
+class CrashAt:
+    """A listener that ends the session at a step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_start(self, directory, num_steps, step):
+        pass
+
+    def on_step(self, step, num_examples, measured):
+        if step == self.step:
+            raise CrashError
+
+    def on_epoch(self, metrics, speed):
+        pass
+
+
+def final_state(result):
+    return read_state(latest_checkpoint(result.directory / "checkpoints"), CPU)
+
+
+def assert_bit_identical(first, second):
+    assert (first.directory / "metrics.jsonl").read_bytes() == (second.directory / "metrics.jsonl").read_bytes()
+    a, b = final_state(first), final_state(second)
+    for name, tensor in a["model"].items():
+        assert torch.equal(tensor, b["model"][name]), name
+    assert repr(a["optimizer"]["param_groups"]) == repr(b["optimizer"]["param_groups"])
+    for key, values in a["optimizer"]["state"].items():
+        for name, value in values.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(b["optimizer"]["state"][key][name]))
+
+
+VARIANTS = {
+    "sgd-augmented-mixup": small(
+        data=Data(
+            train_size=60, batch_size=20, augment="cutout", cutout_size=3, mixup=1.0, label_noise=0.4, validation=0.1
+        ),
+        model="wrn-10-1",
+    ),
+    "sam-m-batch-norm": small(model="wrn-10-1", optim=Optim(rho=0.1, m=7, clip_norm=1.0, warmup_epochs=1)),
+    "asam-adamw": small(optim=Optim(name="adamw", lr=1e-3, rho=0.5, adaptive=0.01)),
+    "random-direction": small(optim=Optim(rho=0.1, direction="random")),
+    "shake-shake": small(model="shake-shake-8-2x4d", optim=Optim(rho=0.1)),
+    "second-order": small(optim=Optim(rho=0.1, second_order=True, decay="loss")),
+    "autoaugment": small(data=Data(train_size=60, batch_size=20, augment="autoaugment", cutout_size=3)),
+}
+
+
+@pytest.mark.parametrize("experiment", VARIANTS.values(), ids=VARIANTS)
+def test_a_run_that_crashed_in_the_middle_of_epochs_ends_bit_identical(experiment, tmp_path):
+    whole = train(experiment, seed=3, runs=tmp_path / "whole")
+    for crash in (1, 4, 5):
+        # Saved after every step, crashed after the second one of this session.
+        with pytest.raises(CrashError):
+            train(experiment, seed=3, runs=tmp_path / "broken", listener=CrashAt(crash + 1), checkpoint_seconds=0)
+    resumed = train(experiment, seed=3, runs=tmp_path / "broken")
+    assert_bit_identical(whole, resumed)
+
+
+def test_checkpoints_that_are_rare_change_nothing(tmp_path):
+    experiment = small(epochs=3, optim=Optim(rho=0.1))
+    often = train(experiment, runs=tmp_path / "often", checkpoint_seconds=0)
+    with pytest.raises(CrashError):
+        train(experiment, runs=tmp_path / "rare", listener=CrashAt(7), checkpoint_seconds=1e9)
+    assert_bit_identical(often, train(experiment, runs=tmp_path / "rare"))
+
+
+def test_a_finished_run_is_returned_at_once(tmp_path, monkeypatch):
+    first = train(small(), runs=tmp_path)
+    monkeypatch.setattr(Stepper, "step", lambda *a: pytest.fail("trained again"))
+    again = train(dataclasses.replace(small(), name="another label"), runs=tmp_path)
+    assert again.history == first.history
+    assert again.directory == first.directory
+
+
+def test_seeds_are_replicas_and_the_same_seed_is_the_same_run(tmp_path):
+    a, b = (train(small(), seed=s, runs=tmp_path / "a") for s in (0, 1))
+    assert a.history != b.history
+    again = train(small(), seed=0, runs=tmp_path / "b")
+    assert_bit_identical(a, again)
+
+
+def test_the_caller_s_random_state_is_left_alone(tmp_path):
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    train(small(epochs=1), runs=tmp_path)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_directory_holds_what_it_should(tmp_path):
+    experiment = small(
+        epochs=3, optim=Optim(rho=0.1), data=Data(train_size=50, batch_size=25, label_noise=0.4, validation=0.1)
+    )
+    result = train(experiment, seed=2, runs=tmp_path)
+    path = tmp_path / experiment.run_name(2)
+    assert result.directory == path
+    assert Experiment.from_json((path / "spec.json").read_text()) == experiment
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["epoch"] for line in lines] == [1, 2, 3]
+    names = {
+        "train_loss",
+        "train_error",
+        "perturbed_error",
+        "sharpness",
+        "test_loss",
+        "test_error",
+        "valid_error",
+        "lr",
+    }
+    assert names <= lines[0].keys()
+    assert all(0 <= line["test_error"] <= 1 for line in lines)
+    assert lines[0]["sharpness"] == pytest.approx(lines[0]["perturbed_loss"] - lines[0]["train_loss"])
+    speeds = [json.loads(line) for line in (path / "speed.jsonl").read_text().splitlines()]
+    assert all(speed["images_per_second"] > 0 for speed in speeds)
+    assert list((path / "tensorboard").glob("events*"))
+    assert 1 <= len(checkpoints(path / "checkpoints")) <= 2
+    assert json.loads((path / "result.json").read_text())["metrics"] == lines[-1]
+    session = json.loads((path / "environment.json").read_text())["sessions"][0]
+    assert session["torch"] == torch.__version__
+    assert {"commit", "cpu", "num_cores", "num_workers", "precision", "python"} <= session.keys()
+    noise = json.loads((path / "label_noise.json").read_text())
+    assert noise["num_flipped"] == len(noise["flipped"]) == 20
+    assert read_result(path).history == result.history
+
+
+@pytest.mark.parametrize("checkpoint_seconds", [0.0, 1e9])
+def test_the_time_is_that_of_training_without_evaluation_and_saving(checkpoint_seconds, tmp_path, monkeypatch):
+    slow, passed = 1e6, [0.0]
+
+    def slowly(function):
+        def wrapped(*arguments, **keywords):
+            passed[0] += slow
+            return function(*arguments, **keywords)
+
+        return wrapped
+
+    monkeypatch.setattr(session, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0]))
+    monkeypatch.setattr(engine, "evaluate", slowly(engine.evaluate))
+    monkeypatch.setattr(engine, "save_checkpoint", slowly(engine.save_checkpoint))
+    result = train(small(), runs=tmp_path, checkpoint_seconds=checkpoint_seconds)
+    assert passed[0] >= 4 * slow  # two epochs, the first and the last checkpoint
+    assert 0 < result.time_seconds < slow
+    assert final_state(result)["time_seconds"] == result.time_seconds
+    speeds = [json.loads(line) for line in (result.directory / "speed.jsonl").read_text().splitlines()]
+    assert result.time_seconds == pytest.approx(sum(60 / speed["images_per_second"] for speed in speeds))
+
+
+def test_without_sam_nothing_is_said_of_perturbed_weights(tmp_path):
+    line = train(small(epochs=1), runs=tmp_path).metrics
+    assert line["perturbed_error"] is None
+    assert line["sharpness"] is None
+
+
+def test_test_metrics_come_after_every_so_many_epochs_and_the_last(tmp_path):
+    result = train(small(epochs=5, evaluate_every=2), runs=tmp_path)
+    assert [line["test_error"] is not None for line in result.history] == [False, True, False, True, True]
+
+
+def test_the_logged_error_is_that_of_the_network_on_the_whole_test_set(tmp_path):
+    from flatmin.lab.training.trained_model import load_trained
+
+    result = train(small(model="wrn-10-1", optim=Optim(rho=0.05)), runs=tmp_path)
+    trained = load_trained(result.directory)
+    images = trained.dataset.test.pixels.float()
+    logits = trained.network((images / 255 - 0.3045) / 0.3760)
+    wrong = (logits.argmax(1).numpy() != trained.dataset.test.labels).mean()
+    assert result.metrics["test_error"] == pytest.approx(wrong, abs=2e-3)
+    batches = trained.training_batches(33, batch_size=10)
+    assert [len(labels) for _, labels in batches] == [10, 10, 10, 3]
+
+
+def test_training_learns_real_digits(tmp_path):
+    experiment = Experiment(model=Model(name="cnn-16"), optim=Optim(rho=0.05), epochs=8, precision="float32")
+    assert train(experiment, runs=tmp_path).metrics["test_error"] < 0.1
+    assert len(load_digits()[1]) == 1797
+
+
+@pytest.mark.parametrize("rho", [0.0, 0.05])
+def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_last_good_checkpoint(rho, tmp_path):
+    experiment = small(epochs=50, optim=Optim(lr=1e20, momentum=0.0, nesterov=False, schedule="constant", rho=rho))
+    with pytest.raises(DivergedError) as caught:
+        train(experiment, runs=tmp_path, checkpoint_seconds=0)
+    message = str(caught.value)
+    assert "no number any more at step" in message
+    assert "batch" in message
+    assert "examples" in message
+    assert "optim.lr than 1e+20" in message
+    assert ("optim.rho" in message) == (rho > 0)
+    directory = tmp_path / experiment.run_name(0)
+    kept = read_state(latest_checkpoint(directory / "checkpoints"), CPU)
+    assert all(math.isfinite(t.abs().max()) for t in kept["model"].values())
+    assert not (directory / "result.json").exists()
+
+
+def test_a_damaged_checkpoint_costs_only_the_time_since_the_one_before(tmp_path):
+    whole = train(small(), runs=tmp_path / "whole")
+    with pytest.raises(CrashError):
+        train(small(), runs=tmp_path / "broken", listener=CrashAt(5), checkpoint_seconds=0)
+    folder = tmp_path / "broken" / small().run_name(0) / "checkpoints"
+    latest = checkpoints(folder)[0]
+    latest.write_bytes(latest.read_bytes()[:-1])
+    with pytest.warns(UserWarning, match="is damaged"):
+        resumed = train(small(), runs=tmp_path / "broken")
+    assert_bit_identical(whole, resumed)
+
+
+def test_a_disk_that_fills_up_stops_cleanly_and_the_run_goes_on_later(tmp_path, monkeypatch):
+    whole = train(small(), runs=tmp_path / "whole")
+    save, calls = torch.save, []
+
+    def fills_up(content, file):
+        calls.append(file)
+        if len(calls) > 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(content, file)
+
+    monkeypatch.setattr(checkpoint.torch, "save", fills_up)
+    with pytest.raises(StorageError, match=r"No space left on device.*run the same command again"):
+        train(small(), runs=tmp_path / "full", checkpoint_seconds=0)
+    monkeypatch.undo()
+    assert_bit_identical(whole, train(small(), runs=tmp_path / "full"))
+
+
+def test_nothing_can_be_written_is_said_before_training(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setattr(Stepper, "step", lambda *a: pytest.fail("trained"))
+    with pytest.raises(StorageError, match=r"cannot be written to.*--runs"):
+        train(small(), runs=tmp_path / "file" / "runs")
+
+
+def test_events_that_cannot_be_written_stop_cleanly_and_the_run_goes_on_later(tmp_path, monkeypatch):
+    whole = train(small(), runs=tmp_path / "whole")
+    from torch.utils.tensorboard import SummaryWriter
+
+    def full(self):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SummaryWriter, "flush", full)
+        with pytest.raises(StorageError, match="tensorboard cannot be written to.*No space left"):
+            train(small(), runs=tmp_path / "full", checkpoint_seconds=0)
+    assert_bit_identical(whole, train(small(), runs=tmp_path / "full"))
+
+
+def test_a_batch_smaller_than_the_number_of_workers_is_refused(tmp_path, monkeypatch):
+    from flatmin.lab.training.distributed import Workers
+    from flatmin.lab.training.engine import _Run
+
+    experiment = small(data=Data(train_size=60, batch_size=2))
+    monkeypatch.setattr(engine, "Stepper", lambda *a: None)
+    monkeypatch.setattr(Workers, "wait", lambda self: None)
+    with pytest.raises(RunError, match="A batch of 2 examples cannot be divided among 3 workers"):
+        _Run(experiment, 0, RunDirectory(experiment, 0, tmp_path), Workers(count=3, device=CPU), None)
+
+
+def test_two_processes_do_not_work_on_one_run(tmp_path):
+    directory = RunDirectory(small(), 0, tmp_path)
+    directory.open()
+    with pytest.raises(RunError, match="Another process is working on"):
+        train(small(), runs=tmp_path)
+    directory.close()
+    train(small(epochs=1), runs=tmp_path)
+
+
+def test_the_documents_name_all_files_of_a_run(tmp_path):
+    path = train(small(), runs=tmp_path).directory
+    written = {f"{p.name}/" if p.is_dir() else p.name for p in path.iterdir()} - {"lock"}
+    docs = (Path(__file__).parents[3] / "docs" / "lab.md").read_text()
+    for name in {*written, "problem.json", "measures/", "weights/", "label_noise.json", "predicted_labels.json"}:
+        assert name in run_directory.__doc__
+        assert f"| `{name}` |" in docs
+
+
+def test_another_experiment_in_the_directory_is_refused(tmp_path):
+    path = tmp_path / small().run_name(0)
+    path.mkdir()
+    (path / "spec.json").write_text(small(epochs=7).to_json())
+    with pytest.raises(RunError, match="belongs to another experiment"):
+        train(small(), runs=tmp_path)
+
+
+def test_fine_tuning_starts_from_a_checkpoint_with_frozen_statistics(tmp_path):
+    donor = train(small(model="wrn-10-1"), runs=tmp_path)
+    weights = final_state(donor)["model"]
+    path = tmp_path / "weights.pt"
+    torch.save(weights, path)
+    experiment = Experiment(
+        data=Data(train_size=60, batch_size=20),
+        model=Model(name="wrn-10-1", checkpoint=str(path), freeze_batch_norm=True, head="new"),
+        optim=Optim(lr=0.01, rho=0.05),
+        epochs=1,
+        precision="float32",
+    )
+    tuned = final_state(train(experiment, runs=tmp_path))["model"]
+    for name, value in weights.items():
+        frozen = "running" in name or "num_batches" in name
+        assert torch.equal(tuned[name], value) == frozen, name
+
+
+def test_bfloat16_trains_and_resumes_exactly_too(tmp_path):
+    experiment = dataclasses.replace(small(model="wrn-10-1", optim=Optim(rho=0.1)), precision="bfloat16")
+    whole = train(experiment, runs=tmp_path / "whole")
+    assert all(t.dtype in (torch.float32, torch.int64) for t in final_state(whole)["model"].values())
+    with pytest.raises(CrashError):
+        train(experiment, runs=tmp_path / "broken", listener=CrashAt(4), checkpoint_seconds=0)
+    assert_bit_identical(whole, train(experiment, runs=tmp_path / "broken"))
+
+
+def test_a_compiled_network_trains_to_the_same_metrics(tmp_path, monkeypatch):
+    """With the cheapest backend: what is tested is that the engine's passes survive compilation."""
+    compile_ = torch.compile
+    monkeypatch.setattr(engine.torch, "compile", lambda module: compile_(module, backend="aot_eager"))
+    plain = train(small(model="wrn-10-1", optim=Optim(rho=0.1)), runs=tmp_path)
+    compiled = train(dataclasses.replace(small(model="wrn-10-1", optim=Optim(rho=0.1)), compile=True), runs=tmp_path)
+    assert compiled.metrics["train_loss"] == pytest.approx(plain.metrics["train_loss"], rel=1e-3)
+    assert compiled.directory != plain.directory
