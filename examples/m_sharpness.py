@@ -1,6 +1,6 @@
 """m-sharpness: each micro-batch climbs by a perturbation of its own, and the SAM gradients are averaged.
 
-The paper finds that a smaller m, the number of examples that share a perturbation, generalises better (Section 4.1).
+The paper finds that a smaller m, the number of examples that share a perturbation, generalizes better (Section 4.1).
 """
 
 import torch

@@ -17,8 +17,8 @@ from flatmin.lab.foret2021.items import ITEMS
 from flatmin.lab.report import write_report
 from flatmin.lab.runs.directory import read_result
 from flatmin.lab.studies.findings import Findings
-from flatmin.lab.sweeps.runners import Archive
-from flatmin.lab.training.step_cost import passes_of_a_step
+from flatmin.lab.sweeps.runners import ReadOnlyRunner
+from flatmin.lab.training.step_cost import passes_per_step
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results" / "foret2021-laptop"
@@ -29,7 +29,7 @@ TITLE = "Foret et al. (2021) on two cores: claimed beside measured"
 
 
 def findings(runs: Path) -> list[Findings]:
-    archive = Archive(runs)
+    archive = ReadOnlyRunner(runs)
     studies = [ITEMS[name].study for name in EVIDENCE]
     return [with_all_missing(study("laptop", archive), study, archive) for study in studies]
 
@@ -57,7 +57,7 @@ def claims_table(found: list[Findings]) -> str:
     """Return what held, claim by claim, as Markdown."""
     lines = ["| item | claim | at this scale | evidence |", "|---|---|---|---|"]
     for item in found:
-        lines += [f"| `{item.item}` | {v.claim} | **{v.held}** | {v.evidence} |" for v in item.verdicts]
+        lines += [f"| `{item.item}` | {v.claim} | **{v.status}** | {v.evidence} |" for v in item.verdicts]
     return "\n".join(lines)
 
 
@@ -68,7 +68,7 @@ def images_per_second(runs: Path) -> float:
         result = read_result(path.parent)
         if result.experiment.model.name == "wrn-10-2" and result.experiment.model.norm == "batch":
             size = result.experiment.data.train_size or 0
-            passes = len(result.history) * size * passes_of_a_step(result.experiment)
+            passes = len(result.history) * size * passes_per_step(result.experiment)
             rates.append(passes / result.time_seconds)
     return median(rates)
 

@@ -52,14 +52,14 @@ def experiment(method="SGD", noise=0.0, **changes):
     return Experiment(data=data, model=Model(name="wrn-10-2"), optim=optim, epochs=epochs, **changes)
 
 
-def write_run(runs, spec, seed, test_error, *, problem=None, finished=True):
+def write_run(runs, spec, seed, test_error, *, failure=None, finished=True):
     """Write the directory of a run, as training leaves it, and return its name."""
     path = runs / spec.run_name(seed)
     path.mkdir(parents=True)
     (path / "spec.json").write_text(spec.to_json())
     (path / "environment.json").write_text(json.dumps({"sessions": [SESSION]}))
-    if problem is not None:
-        (path / "problem.json").write_text(json.dumps({"problem": problem}))
+    if failure is not None:
+        (path / "problem.json").write_text(json.dumps({"problem": failure}))
     elif finished:
         history = [
             {
@@ -96,7 +96,7 @@ def findings_with_runs(runs):
         experiment("SAM", 0.8),
         0,
         0,
-        problem="The loss is not finite in epoch 3 <b>/home/somebody/secret/x.pt</b>",
+        failure="The loss is not finite in epoch 3 <b>/home/somebody/secret/x.pt</b>",
     )
     unfinished = write_run(runs, experiment("SAM", 0.8), 1, 0, finished=False)
     return [
@@ -184,10 +184,14 @@ def table_findings(errors, names, others):
         ],
         figures=[grid, reduction],
         verdicts=[
-            Verdict(claim="SAM has lower test error than SGD.", held="held", evidence="-1.3 ± 0.3 points, p < 0.001."),
-            Verdict(claim="Smaller m is better.", held="no difference shown", evidence="-0.2 ± 0.4 points, p = 0.31."),
-            Verdict(claim="SAM needs no more than one ascent step.", held="not tested", evidence=""),
-            Verdict(claim="Training longer does not help SGD.", held="did not hold", evidence="-0.5 ± 0.2 points."),
+            Verdict(
+                claim="SAM has lower test error than SGD.",
+                status="reproduced",
+                evidence="-1.3 ± 0.3 points, p < 0.01.",
+            ),
+            Verdict(claim="Smaller m is better.", status="inconclusive", evidence="-0.2 ± 0.4 points, p = 0.31."),
+            Verdict(claim="SAM needs no more than one ascent step.", status="not tested", evidence=""),
+            Verdict(claim="Training longer does not help SGD.", status="not reproduced", evidence="-0.5 ± 0.2 points."),
         ],
         hyperparameters=[
             Hyperparameter(name="batch size", value=128, source="ours", note="256 in the paper"),
@@ -219,7 +223,7 @@ def landscape_findings(runs):
             SurfaceFigure(title="Training loss around the weights", height_label="loss", surfaces=surfaces, runs=runs),
             SurfaceFigure(title="On a logarithmic scale", height_label="loss", surfaces=surfaces, log_height=True),
         ],
-        verdicts=[Verdict(claim="SAM's minimum is wider.", held="held", evidence="See the figure.")],
+        verdicts=[Verdict(claim="SAM's minimum is wider.", status="reproduced", evidence="See the figure.")],
         runs=runs,
     )
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from flatmin.lab.errors import DataError, InterruptedRun
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
 from flatmin.lab.sweeps.jobs import Job
-from flatmin.lab.sweeps.run_job import Ending
+from flatmin.lab.sweeps.run_job import JobStatus
 from flatmin.lab.sweeps.sweep import run_job, sweep
 
 
@@ -42,7 +42,7 @@ def fails_at_first(job, runs, data_root, checkpoint_seconds):
     with attempts.open("a") as file:
         file.write("x")
     if len(attempts.read_text()) < 3:
-        return Ending(kind="failed", message="ValueError: not yet")
+        return JobStatus(kind="failed", message="ValueError: not yet")
     return run_job(job, runs, data_root, checkpoint_seconds)
 
 
@@ -61,7 +61,7 @@ def does_not_stop(job, folder):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     (folder / "began").touch()
     time.sleep(600)
-    return Ending(kind="done")
+    return JobStatus(kind="done")
 
 
 def handles_errors(job, folder):
@@ -70,8 +70,8 @@ def handles_errors(job, folder):
         (folder / "began").touch()
         time.sleep(600)
     except RuntimeError as error:
-        return Ending(kind="mistake", error=DataError(f"It is damaged: {error}"))
-    return Ending(kind="done")
+        return JobStatus(kind="mistake", error=DataError(f"It is damaged: {error}"))
+    return JobStatus(kind="done")
 
 
 if __name__ == "__main__":

@@ -146,7 +146,7 @@ def test_a_distributed_checkpoint_round_trip_goes_on_in_lockstep(base, settings,
     dcp.save({"model": model_state, "opt": opt_state}, checkpoint_id=tmp_path)
 
     other, other_opt = make(base, seed=1, **settings)
-    model_state, opt_state = get_state_dict(other, other_opt, options=options)  # initialises it by a bare step
+    model_state, opt_state = get_state_dict(other, other_opt, options=options)  # initializes it by a bare step
     state = {"model": model_state, "opt": opt_state}
     dcp.load(state, checkpoint_id=tmp_path)
     set_state_dict(other, other_opt, model_state_dict=state["model"], optim_state_dict=state["opt"], options=options)
@@ -155,7 +155,7 @@ def test_a_distributed_checkpoint_round_trip_goes_on_in_lockstep(base, settings,
         assert equal(model, other)
 
 
-def test_initialising_for_a_distributed_checkpoint_changes_no_weight():
+def test_initializing_for_a_distributed_checkpoint_changes_no_weight():
     model, opt = make("adam")
     before = copy.deepcopy(model)
     get_optimizer_state_dict(model, opt)

@@ -100,9 +100,9 @@ def test_the_extra_memory_is_one_copy_of_the_parameters_and_one_largest_tensor()
 
 
 def _held_by(opt):
-    neighbourhood = opt._state.neighbourhood
-    storages = {b.saved.untyped_storage() for b in neighbourhood._blocks}
-    storages |= {s.untyped_storage() for s in neighbourhood._scratch}
+    perturber = opt._state.perturber
+    storages = {b.saved.untyped_storage() for b in perturber._blocks}
+    storages |= {s.untyped_storage() for s in perturber._scratch}
     return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
 

@@ -8,7 +8,7 @@ from flatmin import SAM
 
 
 class RunningRms(nn.Module):
-    """A normalisation layer that is none of torch's own."""
+    """A normalization layer that is none of torch's own."""
 
     def __init__(self, width):
         super().__init__()

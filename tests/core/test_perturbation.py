@@ -1,4 +1,4 @@
-"""Equation 2 for every p, against its formula and against what it must maximise."""
+"""Equation 2 for every p, against its formula and against what it must maximize."""
 
 import math
 
@@ -39,7 +39,7 @@ def test_the_step_has_p_norm_rho_and_reaches_the_dual_norm(p):
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=6), st.sampled_from(P), st.integers(0, 100))
-def test_no_other_point_of_the_ball_has_a_larger_linearised_loss(values, p, seed):
+def test_no_other_point_of_the_ball_has_a_larger_linearized_loss(values, p, seed):
     g = torch.tensor(values, dtype=torch.float64)
     eps = ascent_step([g], rho=1.0, p=p)[0]
     other = torch.randn(len(g), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

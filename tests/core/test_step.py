@@ -229,7 +229,7 @@ def test_another_closure_may_give_the_direction():
     assert opt.metrics.loss.item() == pytest.approx(part(w).item())
 
 
-def test_a_maximised_loss_has_its_worst_neighbour_below():
+def test_a_maximized_loss_has_its_worst_neighbor_below():
     model, mirrored = Quadratic(), Quadratic()
     down = SAM(torch.optim.SGD(model.parameters(), lr=0.01), rho=0.3)
     up = SAM(torch.optim.SGD(mirrored.parameters(), lr=0.01, maximize=True), rho=0.3)

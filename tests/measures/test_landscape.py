@@ -50,7 +50,7 @@ def test_one_dimensional_weights_move_as_one_filter_by_choice():
     torch.testing.assert_close(still[1], moving[1])
 
 
-def test_directions_are_gaussian_before_they_are_normalised():
+def test_directions_are_gaussian_before_they_are_normalized():
     """Within a filter of 10,000 the quartiles are those of a normal distribution."""
     w = torch.ones(1, 10_000, dtype=torch.float64)
     d = random_directions([w], 1)[0][0].flatten()
@@ -207,7 +207,7 @@ def test_a_finished_landscape_is_read_from_its_cache(tmp_path):
     content = path.read_bytes()
     Counting.passes = 0
     again = loss_landscape(*case, points=5, cache=path)
-    assert Counting.passes <= 5  # four of the probe, and the centre that proves the cache
+    assert Counting.passes <= 5  # four of the probe, and the center that proves the cache
     np.testing.assert_array_equal(first.loss, again.loss)
     np.testing.assert_array_equal(first.accuracy, again.accuracy)
     assert path.read_bytes() == content

@@ -1,16 +1,16 @@
-"""Keeps the buffers of normalisation layers as the first pass left them."""
+"""Keeps the buffers of normalization layers as the first pass left them."""
 
 import torch
 from torch import Tensor, nn
 
 
-class NormalisationBuffers:
-    """The running statistics of a model's normalisation layers.
+class NormalizationBuffers:
+    """The running statistics of a model's normalization layers.
 
     Running statistics describe the activations at w. The passes at w + eps must not touch them, so their buffers are
     copied after the first pass and put back, in place, after the last one. That leaves compiled graphs, SyncBatchNorm
     and third-party layers alone, unlike setting ``momentum = 0`` (which still counts batches, and is lost for good when
-    done twice). A layer counts as one of normalisation when it has a buffer whose name starts with ``running_``.
+    done twice). A layer counts as one of normalization when it has a buffer whose name starts with ``running_``.
 
     Args:
         model: the model, or None for nothing to keep.

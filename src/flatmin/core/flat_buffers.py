@@ -14,7 +14,7 @@ MIN_CHUNK = 65_536  # elements: 256 KiB of float32
 
 @dataclass
 class Chunk:
-    """Some neighbouring tensors of a block, and the scratch memory in which their perturbation is computed."""
+    """Some neighboring tensors of a block, and the scratch memory in which their perturbation is computed."""
 
     tensors: slice
     flat: slice

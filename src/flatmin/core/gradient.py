@@ -57,7 +57,7 @@ def sam_gradient(
     Args:
         loss_fn: the loss as a function of parameters built like ``params``, say with ``torch.func.functional_call``.
         params: w, a sequence or a mapping of tensors.
-        rho: the radius of the neighbourhood.
+        rho: the radius of the neighborhood.
         p: its norm, in [1, inf].
         adaptive: ASAM: a float is its eta; True is 0.01.
         ascent_steps: steps of projected gradient ascent; more than one needs p in {1, 2, inf}.

@@ -90,7 +90,7 @@ def dual(p: float, joint: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tens
     r"""Return the function that replaces a part u of a vector, in place, by its part of the dual unit vector.
 
     That is Eq. 2 with rho = 1, :math:`\operatorname{sign}(u) |u|^{q-1} / (\lVert u \rVert_q^q)^{1/p}`: the unit d
-    that maximises :math:`\langle d, u \rangle`, with the norm of the whole vector. Where that is 0 or not finite the
+    that maximizes :math:`\langle d, u \rangle`, with the norm of the whole vector. Where that is 0 or not finite the
     result is exactly 0, decided on the device. For p = 1, coordinates that share the largest magnitude share the step:
     the limit of Eq. 2.
 
@@ -178,7 +178,7 @@ def ascent_step(
 ) -> list[Tensor]:
     r"""Return SAM's step :math:`\hat\epsilon = \rho \operatorname{sign}(g) |g|^{q-1} / (\lVert g \rVert_q^q)^{1/p}`.
 
-    It maximises the linearised loss over the p-ball of radius rho (Foret et al., 2021, Eq. 2). The norm is joint over
+    It maximizes the linearized loss over the p-ball of radius rho (Foret et al., 2021, Eq. 2). The norm is joint over
     all tensors, not per tensor. A zero or non-finite gradient gives a zero step.
 
     Args:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flatmin.core import ddp, dtensor
-from flatmin.core.batchnorm import NormalisationBuffers
+from flatmin.core.batchnorm import NormalizationBuffers
 from flatmin.core.checks import (
     check_adaptive,
     check_ascent_steps,
@@ -60,8 +60,8 @@ class SAM(Passes):
 
     Args:
         base: a built optimizer, such as ``torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)``.
-        rho: the radius of the neighbourhood. May be changed between steps by assigning to ``opt.rho``.
-        p: the norm of the neighbourhood, in [1, inf].
+        rho: the radius of the neighborhood. May be changed between steps by assigning to ``opt.rho``.
+        p: the norm of the neighborhood, in [1, inf].
         adaptive: ASAM (Kwon et al., 2021): :math:`T = \rho (|w| + \eta)`. A float is eta; True is 0.01. Its rho is
             larger than SAM's: 0.5 to 2.
         ascent_steps: how many steps of projected gradient ascent find :math:`\epsilon` (Appendix C.6). A step costs
@@ -136,8 +136,8 @@ class SAM(Passes):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients."""
-        if not self._state.away:
-            self._state.forbid()  # a new step begins
+        if not self._state.is_perturbed:
+            self._state.revoke_step()  # a new step begins
         self._state.zeroed = True
         super().zero_grad(set_to_none)
 
@@ -159,7 +159,7 @@ class SAM(Passes):
     def model(self, model: nn.Module | None) -> None:
         ddp.check_model(model, self._parameters(), self.sync_perturbation)
         self._state.model = model
-        self._state.buffers = NormalisationBuffers(model)
+        self._state.buffers = NormalizationBuffers(model)
 
     @property
     def metrics(self) -> SAMMetrics:
@@ -188,13 +188,13 @@ class SAM(Passes):
                 f"perturbed() takes one ascent step, but ascent_steps={self.ascent_steps}: the steps in between need "
                 "gradients of their own. Use step(closure), or ascent_steps=1."
             )
-        self._check_home("perturbed()")
+        self._check_not_perturbed("perturbed()")
         if self._state.holds_spent_gradients(self._parameters()) and self._state.warn_once("spent gradients"):
             warnings.warn(SPENT_WARNING, UserWarning, stacklevel=3)
-        with self._away() as norms:
+        with self._at_perturbed_weights() as norms:
             self._state.metrics = SAMMetrics(grad_norm=norms.gradient, perturbation_norm=norms.perturbation)
             yield
-        self._state.permit(self._parameters())
+        self._state.allow_step(self._parameters())
 
     @overload  # type: ignore[override]
     def step(self, closure: None = None) -> None: ...
@@ -227,7 +227,7 @@ class SAM(Passes):
         Raises:
             TypeError: neither a closure nor a pass within ``perturbed()`` came before, or the closure returned no loss.
         """
-        self._check_home("step()")
+        self._check_not_perturbed("step()")
         if closure is not None and not callable(closure):
             return self._step_micro_batches(check_closures(closure), ascent, weights)
         if weights is not None:
@@ -236,7 +236,7 @@ class SAM(Passes):
             self._step_ready()
             return None
         first = None
-        if ascent is None and self._state.permitted(self._parameters()):
+        if ascent is None and self._state.step_allowed(self._parameters()):
             first = self._call_after_a_pass(closure)
             if first is None:
                 self._step_ready()
@@ -248,14 +248,14 @@ class SAM(Passes):
 
     def _step_ready(self) -> None:
         """Take the base step after ``perturbed()``."""
-        if not self._state.permitted(self._parameters()) and not self._is_initialisation():
+        if not self._state.step_allowed(self._parameters()) and not self._is_initialization():
             raise TypeError(
                 "SAM.step() needs a closure, or a pass at the perturbed weights before it: SAM evaluates the loss "
                 "twice. Pass a function that zeroes the gradients, computes the loss, calls backward() and returns the "
                 "loss; or run the second pass, with its backward(), inside `with opt.perturbed():`. The gradients of "
                 "that pass must still be there: change them in place, or inside the block."
             )
-        self._state.spend()
+        self._state.consume_step()
         self.base.step()
 
     def _step_micro_batches(
@@ -283,7 +283,7 @@ class SAM(Passes):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of SAM or of its base optimizer."""
         super().load_state_dict(state_dict)
-        self._state.forbid()
+        self._state.revoke_step()
         generator_state = self.param_groups[0].get(GENERATOR_KEY)
         if generator_state is not None and self.generator is not None:
             self.generator.set_state(generator_state.cpu())
@@ -304,13 +304,13 @@ class SAM(Passes):
         settings += ', direction="random"' if self.direction == "random" else ""
         return f"SAM({settings}, base={self.base!r})"
 
-    def _check_home(self, call: str) -> None:
-        if self._state.away:
+    def _check_not_perturbed(self, call: str) -> None:
+        if self._state.is_perturbed:
             raise ValueError(
                 f"{call} was called inside `with opt.perturbed():`, where the weights are perturbed. "
                 "Leave the block first: step() comes after it, and one block cannot stand in another."
             )
 
-    def _is_initialisation(self) -> bool:
+    def _is_initialization(self) -> bool:
         """Whether this is the bare step by which torch.distributed.checkpoint makes an optimizer create its state."""
         return not self.state and all(float(group.get("lr", 1.0)) == 0 for group in self.param_groups)

@@ -60,11 +60,11 @@ class Passes(OptimizerWrapper):
             raise ValueError('ascent gives the direction, but direction="random" needs none. Leave one of them out.')
         if not self.sync_perturbation and self._state.warn_once("workers"):
             ddp.warn_if_passes_cannot_be_local(self._state.model, self._parameters())
-        self._state.forbid()
+        self._state.revoke_step()
         random, loss = first or FirstPass(RandomState(self._devices()), None)
         if loss is None and self._needs_first_pass():
             loss = self._first_pass(ascent or closure)
-        with self._away(several=self.ascent_steps > 1) as norms:
+        with self._at_perturbed_weights(several=self.ascent_steps > 1) as norms:
             for _ in range(1, self.ascent_steps):
                 random.restore()
                 self._pass(ascent or closure, reduce=self.sync_perturbation)
@@ -113,33 +113,33 @@ class Passes(OptimizerWrapper):
         return None if before == self._state.versions(self._parameters()) else FirstPass(random, keep_loss(loss))
 
     @contextlib.contextmanager
-    def _away(self, several: bool = False) -> Iterator[AscentNorms]:
+    def _at_perturbed_weights(self, several: bool = False) -> Iterator[AscentNorms]:
         """Climb on entry, come back on exit, whatever happens in between."""
         state = self._state
-        state.neighbourhood.prepare(self.param_groups, self._radii())
+        state.perturber.prepare(self.param_groups, self._radii())
         if self.direction == "gradient" and not self._has_gradient():
             raise ValueError(
                 "There are no gradients to climb along: none of the parameters with a radius above 0 has one. "
                 "Call backward() on the loss first (in a closure: before it returns)."
             )
-        state.forbid()
-        state.neighbourhood.save()
+        state.revoke_step()
+        state.perturber.save()
         self._state.buffers.save()
-        state.away = True
+        state.is_perturbed = True
         try:
             norms = self._ascend(several)
             self._drop_gradients()
             yield norms
         finally:
-            state.neighbourhood.restore()
+            state.perturber.restore()
             self._state.buffers.restore()
-            state.away = False
+            state.is_perturbed = False
 
     def _ascend(self, several: bool) -> AscentNorms:
         noise = self.generator if self.direction == "random" else None
-        downhill = [bool(group.get("maximize", False)) for group in self.param_groups]
-        norms = self._state.neighbourhood.ascend(
-            self._radii(), p=self.p, eta=self.eta, downhill=downhill, noise=noise, several=several
+        maximize = [bool(group.get("maximize", False)) for group in self.param_groups]
+        norms = self._state.perturber.ascend(
+            self._radii(), p=self.p, eta=self.eta, maximize=maximize, noise=noise, several=several
         )
         if noise is not None:
             self.param_groups[0][GENERATOR_KEY] = noise.get_state()

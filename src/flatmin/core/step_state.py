@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from flatmin.core.batchnorm import NormalisationBuffers
+from flatmin.core.batchnorm import NormalizationBuffers
 from flatmin.core.metrics import SAMMetrics
-from flatmin.core.weight_perturber import Neighbourhood
+from flatmin.core.weight_perturber import WeightPerturber
 
 MARK = "_sam_pass"  # an attribute of gradients
 
@@ -22,29 +22,29 @@ class SharedState:
 
     rho: float
     model: nn.Module | None
-    neighbourhood: Neighbourhood = field(default_factory=Neighbourhood)
+    perturber: WeightPerturber = field(default_factory=WeightPerturber)
     metrics: SAMMetrics = field(default_factory=SAMMetrics)
-    away: bool = False  # the parameters stand at w + eps
+    is_perturbed: bool = False  # the parameters stand at w + eps
     zeroed: bool = False  # zero_grad() was called since the first pass began
     warned: set[str] = field(default_factory=set)
-    buffers: NormalisationBuffers = field(init=False)
+    buffers: NormalizationBuffers = field(init=False)
     _permission: object | None = None
     _spent: object | None = None
 
     def __post_init__(self) -> None:
-        self.buffers = NormalisationBuffers(self.model)
+        self.buffers = NormalizationBuffers(self.model)
 
-    def permit(self, parameters: Iterable[Tensor]) -> None:
+    def allow_step(self, parameters: Iterable[Tensor]) -> None:
         """Allow one step with the gradients that are there now, if there are any."""
         self._permission = object()
         for p in parameters:
             if p.grad is not None:
                 setattr(p.grad, MARK, self._permission)
 
-    def spend(self) -> None:
+    def consume_step(self) -> None:
         """Use the permission up by a step; its gradients stay where they are until they are zeroed."""
         self._spent, self.zeroed = self._permission, False
-        self.forbid()
+        self.revoke_step()
 
     def holds_spent_gradients(self, parameters: Iterable[Tensor]) -> bool:
         """Return whether the gradients are those of the last step, or were added to them."""
@@ -53,11 +53,11 @@ class SharedState:
         grad = next((p.grad for p in parameters if p.grad is not None), None)
         return grad is not None and getattr(grad, MARK, None) is self._spent
 
-    def forbid(self) -> None:
+    def revoke_step(self) -> None:
         """Withdraw the permission."""
         self._permission = None
 
-    def permitted(self, parameters: Iterable[Tensor]) -> bool:
+    def step_allowed(self, parameters: Iterable[Tensor]) -> bool:
         """Return whether a pass at w + eps was completed and its gradients, or some of them, are still there."""
         return any(p.grad is not None and self._tied(p.grad) for p in parameters)
 

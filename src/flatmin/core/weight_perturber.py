@@ -1,4 +1,4 @@
-r"""Moves parameters to a point :math:`w + \epsilon` of their neighbourhood, in place, and back to w bit for bit.
+r"""Moves parameters to a point :math:`w + \epsilon` of their neighborhood, in place, and back to w bit for bit.
 
 The copies of w lie in a few flat buffers, and the perturbation is computed in one flat scratch buffer, chunk by
 chunk: a chunk holds many small tensors or one large one. So there are few kernel calls, and the extra memory is one
@@ -41,7 +41,7 @@ class _Ball:
         return ratio if self.eta is None else perturbation.adaptive_scale(block.saved[chunk.flat], ratio, self.eta)
 
 
-class Neighbourhood:
+class WeightPerturber:
     """The ball around w: ``save()`` keeps w, ``ascend()`` moves the parameters up, ``restore()`` brings them back."""
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class Neighbourhood:
         *,
         p: float,
         eta: float | None,
-        downhill: Sequence[bool],
+        maximize: Sequence[bool],
         noise: torch.Generator | None = None,
         several: bool = False,
     ) -> AscentNorms:
@@ -103,7 +103,7 @@ class Neighbourhood:
             radii: rho of each parameter group.
             p: the norm of the ball.
             eta: ASAM's eta, or None for plain SAM.
-            downhill: for each group, whether its loss is maximised: its worst neighbour is then the lowest one.
+            maximize: for each group, whether its loss is maximized: its worst neighbor is then the lowest one.
             noise: draw a Gaussian direction from this generator instead of using the gradients.
             several: whether this is one of several steps; d is then kept, which needs another copy.
 
@@ -115,12 +115,12 @@ class Neighbourhood:
         for scratch in self._scratch:
             scratch.untyped_storage().resize_(scratch.numel() * scratch.element_size())
         try:
-            return self._ascend(_Ball(radii, p, eta), downhill, noise, several)
+            return self._ascend(_Ball(radii, p, eta), maximize, noise, several)
         finally:
             self._free_scratch()
 
     def _ascend(
-        self, ball: _Ball, downhill: Sequence[bool], noise: torch.Generator | None, several: bool
+        self, ball: _Ball, maximize: Sequence[bool], noise: torch.Generator | None, several: bool
     ) -> AscentNorms:
         q = perturbation.dual_exponent(ball.p) if noise is None else ball.p
         scaled = noise is None and not ball.is_round
@@ -149,7 +149,7 @@ class Neighbourhood:
                 u = chunk.load(source)
                 scale = ball.scale(block, chunk)
                 to_direction(u.mul_(scale) if scaled else u)
-                if downhill[block.group]:
+                if maximize[block.group]:
                     u.neg_()
                 if several:
                     block.add_direction(chunk, u)

@@ -21,11 +21,11 @@ class RunError(RuntimeError):
     """A run cannot begin or go on; the message says why and what to do."""
 
 
-class BusyError(RunError):
+class RunLockedError(RunError):
     """Another process works on the run."""
 
 
-class DamagedError(RunError):
+class CorruptFileError(RunError):
     """A file of a run cannot be read; the message names it and the remedy."""
 
     def __init__(self, path: Path, why: object) -> None:

@@ -137,7 +137,7 @@ def _same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 @contextmanager
-def rng_kept(data: object = None) -> Iterator[None]:
+def preserve_rng_state(data: object = None) -> Iterator[None]:
     """Leave every global random state (torch, CUDA, numpy, random), and those of a loader, as it was."""
     owners = (data, getattr(data, "sampler", None))
     generators = [g for g in (getattr(o, "generator", None) for o in owners) if isinstance(g, torch.Generator)]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from flatmin.measures.batches import Batch, check_batch, rng_kept, rows, same_on_every_pass
+from flatmin.measures.batches import Batch, check_batch, preserve_rng_state, rows, same_on_every_pass
 from flatmin.measures.values import Value
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def _choose_layout(objective: "Objective", batch: Batch) -> None:
     losses = []
     for objective.channels_last in (False, True):
         try:
-            with rng_kept(), torch.no_grad():
+            with preserve_rng_state(), torch.no_grad():
                 losses.append(float(objective.run(objective.state(objective.weights()), batch)[0]))
         except (RuntimeError, TypeError, ValueError):
             objective.channels_last = False
@@ -90,7 +90,7 @@ def _check_batch_norm(objective: "Objective") -> None:
         by_batch = isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
         if by_batch and not objective.batch_statistics:
             raise ValueError(
-                f"The batch norm layer {name!r} normalises with the statistics of each batch, so that the "
+                f"The batch norm layer {name!r} normalizes with the statistics of each batch, so that the "
                 "loss depends "
                 f"on how the data is batched. {EVAL_REMEDY}"
             )
@@ -116,7 +116,7 @@ def _check_mean(objective: "Objective", batch: Batch, whole: float) -> None:
         return
 
     def loss(start: int, stop: int) -> float:
-        with rng_kept():
+        with preserve_rng_state():
             return float(objective.run(objective.state(objective.weights()), rows(batch, start, stop))[0])
 
     first, second = loss(0, half), loss(half, num)

@@ -8,7 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flatmin.core.checks import check_rho
 from flatmin.core.gradient import sam_gradient
-from flatmin.measures.batches import Batch, rng_kept
+from flatmin.measures.batches import Batch, preserve_rng_state
 from flatmin.measures.objective import LossFn, Objective
 from flatmin.measures.parameters import Params, flatten
 
@@ -33,7 +33,7 @@ def sam_update_cosine(
         model: any module, left as it was.
         loss_fn: ``loss_fn(outputs, targets)``, the mean over a batch.
         batch: ``(inputs, targets)``.
-        rho: the radius of the neighbourhood.
+        rho: the radius of the neighborhood.
         params: restricts the update to these parameters (or names).
         allow_nondeterministic: do not refuse a random model; both updates see the same noise.
 
@@ -55,7 +55,7 @@ def sam_update_cosine(
         return objective.loss(weights, batch)
 
     # Fused attention has no second derivative.
-    with rng_kept(), sdpa_kernel(SDPBackend.MATH):
+    with preserve_rng_state(), sdpa_kernel(SDPBackend.MATH):
         first, second = (
             sam_gradient(loss, objective.weights(), rho=rho, second_order=exact).grads for exact in (False, True)
         )

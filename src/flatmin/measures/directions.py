@@ -14,7 +14,7 @@ from flatmin.measures.spectrum import top_eigenvalues
 def random_directions(
     weights: Sequence[Tensor], num: int, *, seed: int = 0, move_1d: bool = False
 ) -> list[list[Tensor]]:
-    r"""Return Gaussian directions, normalised per filter: :math:`d_i \lVert w_i \rVert / \lVert d_i \rVert`.
+    r"""Return Gaussian directions, normalized per filter: :math:`d_i \lVert w_i \rVert / \lVert d_i \rVert`.
 
     A filter is a slice along dimension 0: the weights of one output (Li et al., 2018, Section 4). Biases and
     the weights of norm layers (one dimension or none) stay where they are, or count as one filter each if
@@ -31,11 +31,11 @@ def random_directions(
         # Also for the tensors that stay, so that move_1d does not change the draws of the others.
         noise = [torch.randn(w.shape, generator=generator, dtype=torch.float64) for w in weights]
         pairs = zip(noise, weights, strict=True)
-        directions.append([_normalised(d.to(w.dtype).to(w.device), w, move_1d) for d, w in pairs])
+        directions.append([_normalized(d.to(w.dtype).to(w.device), w, move_1d) for d, w in pairs])
     return directions
 
 
-def _normalised(direction: Tensor, weight: Tensor, move_1d: bool) -> Tensor:
+def _normalized(direction: Tensor, weight: Tensor, move_1d: bool) -> Tensor:
     if weight.ndim <= 1 and not move_1d:
         return torch.zeros_like(weight)
     filters = (1, -1) if weight.ndim <= 1 else (len(weight), -1)

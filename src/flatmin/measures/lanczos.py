@@ -1,7 +1,7 @@
-r"""Lanczos' method with two-pass reorthogonalisation: a symmetric operator as a small tridiagonal matrix.
+r"""Lanczos' method with two-pass reorthogonalization: a symmetric operator as a small tridiagonal matrix.
 
 After j steps :math:`H Q_j = Q_j T_j + \beta_j q_{j+1} e_j^\top` with orthonormal columns in :math:`Q_j`.
-Without reorthogonalisation Q loses that as soon as an eigenvalue converges, and T shows copies ("ghosts") of
+Without reorthogonalization Q loses that as soon as an eigenvalue converges, and T shows copies ("ghosts") of
 it. Subtracting the projection on all earlier vectors twice keeps it to rounding (Giraud et al., 2005), at a
 cost that is small beside a Hessian-vector product.
 """
@@ -73,7 +73,7 @@ class Krylov:
         w = self.op @ q
         alpha = float(q @ w)
         self.alphas.append(alpha)
-        w = self._orthogonalised(w)
+        w = self._orthogonalized(w)
         beta = float(torch.linalg.vector_norm(w))
         if not (math.isfinite(alpha) and math.isfinite(beta)):
             raise ValueError(f"The Hessian-vector product is not finite (step {j + 1}): there is no spectrum.")
@@ -90,7 +90,7 @@ class Krylov:
 
     def restart(self, draw: Callable[[], Tensor]) -> None:
         """Go on in the complement of an invariant subspace, from a random vector."""
-        w = self._orthogonalised(draw())
+        w = self._orthogonalized(draw())
         self._append(w / torch.linalg.vector_norm(w))
         self.starts.append(self.num_steps)
 
@@ -106,7 +106,7 @@ class Krylov:
         values, vectors = eigh_tridiagonal(np.array(self.alphas[first:]), np.array(self.betas[first:-1]))
         return float(values[-1]), float(abs(vectors[-1, -1]) * self.betas[-1])
 
-    def _orthogonalised(self, w: Tensor) -> Tensor:
+    def _orthogonalized(self, w: Tensor) -> Tensor:
         for _ in range(2):
             w = w - self.basis.T @ (self.basis @ w)
         return w

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatmin.measures import plots
-from flatmin.measures.batches import Batch, digest, leaves, rng_kept
+from flatmin.measures.batches import Batch, digest, leaves, preserve_rng_state
 from flatmin.measures.directions import hessian_directions, random_directions
 from flatmin.measures.objective import LossFn, Objective
 from flatmin.measures.parameters import Params, parameter_names, unwrapped
@@ -76,7 +76,7 @@ def loss_landscape(
 ) -> Landscape:
     r"""Return the loss and the accuracy on a line or a square through the weights of models.
 
-    Random directions are Gaussian, normalised per filter (Li et al., 2018), so that models of one shape can
+    Random directions are Gaussian, normalized per filter (Li et al., 2018), so that models of one shape can
     be compared: all have the same draws, scaled to their own filters. The grid spans :math:`[-span, span]` in
     units of the direction, and its middle is the model itself, exactly.
 
@@ -92,7 +92,7 @@ def loss_landscape(
             from it.
         seed: of the directions.
         move_1d: whether biases and the weights of norm layers move as well.
-        batch_norm: "running" normalises with the statistics of the trained model at every point, as Li et al.
+        batch_norm: "running" normalizes with the statistics of the trained model at every point, as Li et al.
             did; "batch" with those of each batch, as in training. The model's own statistics never change.
         params: restricts the directions to these parameters (of the first model) or names.
         progress: whether to write the time left to standard error; if None, where that is a terminal.
@@ -104,7 +104,7 @@ def loss_landscape(
             model, or the cache is that of another landscape (it is left as it was).
 
     Example:
-        The loss w^2 / 2 at w = 2 along d = +-2, by filter normalisation: (2 + 2 a)^2 / 2.
+        The loss w^2 / 2 at w = 2 along d = +-2, by filter normalization: (2 + 2 a)^2 / 2.
 
         >>> import torch
         >>> model = nn.Linear(1, 1, bias=False)
@@ -130,9 +130,9 @@ def loss_landscape(
         "move_1d": move_1d,
         "batch_norm": batch_norm,
     }
-    centre = (half,) * dims
-    # The centre first: it shows at once whether a cache is that of this loss.
-    order = sorted(itertools.product(range(points), repeat=dims), key=lambda index: index != centre)
+    center = (half,) * dims
+    # The center first: it shows at once whether a cache is that of this loss.
+    order = sorted(itertools.product(range(points), repeat=dims), key=lambda index: index != center)
     shape = (len(objectives), *(points,) * dims)
     loss, accuracy = np.full(shape, math.nan), np.full(shape, math.nan)
     with _Store(objectives, settings, cache) as store:
@@ -146,11 +146,11 @@ def loss_landscape(
             for index in order:
                 place = (number, *index)
                 known = store.known.get(place)
-                if known is not None and index != centre:
+                if known is not None and index != center:
                     continue
                 found = _evaluate(objective, _moved(weights, basis, [coordinates[i] for i in index]))
-                if index == centre:
-                    _check_centre(found[0], known, cache)
+                if index == center:
+                    _check_center(found[0], known, cache)
                 if known is None:
                     store.add(place, *found)
                     loss[place], accuracy[place] = found
@@ -228,11 +228,11 @@ def _everything(objective: Objective) -> Iterator[Tensor]:
 
 
 def _data_digest(objective: Objective) -> str:
-    with rng_kept(objective.data):
+    with preserve_rng_state(objective.data):
         return digest(itertools.chain.from_iterable(leaves(batch) for batch in objective.data))
 
 
-def _check_centre(loss: float, known: tuple[float, float] | None, cache: object) -> None:
+def _check_center(loss: float, known: tuple[float, float] | None, cache: object) -> None:
     if not math.isfinite(loss):
         raise ValueError(f"The loss is {loss} at the model itself: there is no landscape to look at.")
     if known is not None and abs(known[0] - loss) > CENTRE_TOLERANCE * max(abs(loss), abs(known[0])):

@@ -20,12 +20,12 @@ from flatmin.measures.batches import (
     check_batch,
     check_data,
     pieces,
-    rng_kept,
+    preserve_rng_state,
     rows,
     tree_map,
 )
 from flatmin.measures.checks import check_model, check_same_on_every_pass
-from flatmin.measures.images import TwiceDifferentiable
+from flatmin.measures.double_backward import TwiceDifferentiable
 from flatmin.measures.parameters import Params, flatten, parameter_names, unwrapped, working_dtype
 from flatmin.measures.values import Totals, Value
 
@@ -52,7 +52,7 @@ class Objective:
         group: a process group in which each rank holds a shard of the data; the results are those of the
             whole.
         allow_nondeterministic: do not refuse dropout, batch norm in train mode, shuffled or augmented data.
-        batch_statistics: whether batch norm layers normalise with each batch's own statistics, whatever their
+        batch_statistics: whether batch norm layers normalize with each batch's own statistics, whatever their
             mode.
 
     Raises:
@@ -83,7 +83,7 @@ class Objective:
         self.device = self._parameters[0].device
         self.dtype = working_dtype(self._parameters)
         self.channels_last = suits_channels_last(self.model, self.device, self.dtype)
-        with rng_kept(self.data):
+        with preserve_rng_state(self.data):
             counts = self.together(lambda: self._inspect(allow_nondeterministic))
         self.num_local, self.num_batches = counts[0 if group is None else dist.get_rank(group)]
         self.shards = [num for num, _ in counts]
@@ -147,7 +147,7 @@ class Objective:
         size: int | None = None,
     ) -> Value:
         """Return the mean loss (and error rate) at these weights, on all data or on some batches."""
-        with rng_kept(self.data), torch.no_grad():
+        with preserve_rng_state(self.data), torch.no_grad():
             totals, state = Totals(), self.state(weights)
             for batch, num in pieces(self.data if batches is None else batches, size):
                 totals.add(*self.run(state, batch), num, error)
@@ -164,7 +164,7 @@ class Objective:
         """Return the value and the gradient, flattened, at these weights, on all data or on some batches."""
         leaves = [w.detach().requires_grad_() for w in weights]
         total = torch.zeros(sum(w.numel() for w in weights), dtype=self.dtype, device=self.device)
-        with rng_kept(self.data), torch.enable_grad():
+        with preserve_rng_state(self.data), torch.enable_grad():
             totals, state = Totals(), self.state(leaves)
             for batch, num in pieces(self.data if batches is None else batches, size):
                 loss, outputs, targets = self.run(state, batch)

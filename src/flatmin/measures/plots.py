@@ -128,7 +128,7 @@ def landscape(found: "Landscape", kind: str, metric: str) -> "Figure":
         return _curves(found, values, metric)
     num = len(values)
     figure = new_figure(3.7 * num + 1.0, 3.6 if kind == "contour" else 3.9)
-    levels, norm = _colours(values)
+    levels, norm = _colors(values)
     a, b = np.meshgrid(found.coordinates, found.coordinates, indexing="ij")
     image: Any = None
     for number, (label, one) in enumerate(zip(found.labels, values, strict=True)):
@@ -203,7 +203,7 @@ def _per_model(found: "Landscape", metric: str) -> np.ndarray:
     return values.reshape(num, points, *(() if values.size == num * points else (points,)))
 
 
-def _colours(values: np.ndarray) -> tuple[np.ndarray, Any]:
+def _colors(values: np.ndarray) -> tuple[np.ndarray, Any]:
     """Return 25 levels and a scale that all models share: logarithmic where values span over a decade."""
     from matplotlib.colors import LogNorm, Normalize
 

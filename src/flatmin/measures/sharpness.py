@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from flatmin.core.checks import check_adaptive, check_p, check_rho
 from flatmin.core.perturbation import adaptive_scale, ascent_step, project_
 from flatmin.measures import plots
-from flatmin.measures.batches import Batch, rng_kept, subsets
+from flatmin.measures.batches import Batch, preserve_rng_state, subsets
 from flatmin.measures.checks import check_count, check_finite, check_metric
 from flatmin.measures.objective import LossFn, Objective
 from flatmin.measures.parameters import Params, flatten, unflatten
@@ -133,7 +133,7 @@ def m_sharpness(
     if m == objective.num_examples:
         found = [ascent.sharpness(None)]
     else:
-        with rng_kept(objective.data):
+        with preserve_rng_state(objective.data):
             parts = objective.together(lambda: list(map(ascent.sharpness, subsets(objective.data, m, chunk_size))))
         found = [pair for part in parts for pair in part]
     return _summary(found, rho=rho, m=m, p=p, metric=metric)
@@ -153,7 +153,7 @@ class _Ascent:
     def sharpness(self, subset: list[Batch] | None) -> tuple[float, Value]:
         """Return the sharpness on a subset (on all data if None), and the value at the weights themselves."""
         weights = self.objective.weights()
-        centre = flatten(weights, self.objective.dtype)
+        center = flatten(weights, self.objective.dtype)
         error = self.metric == "error"
         value, gradient = self.objective.gradient(weights, subset, error=error, size=self.size)
         check_finite(value, "at the weights")
@@ -161,7 +161,7 @@ class _Ascent:
         direction: Tensor | None = None
         for step in range(1, self.steps + 1):
             direction = self._advance(direction, gradient)
-            point = unflatten(centre + direction * self.scale, weights)
+            point = unflatten(center + direction * self.scale, weights)
             if step == self.steps:
                 value = self.objective.value(point, subset, error=error, size=self.size)
             else:

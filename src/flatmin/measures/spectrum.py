@@ -48,7 +48,7 @@ class Eigenvalues:
 
 
 def top_eigenvalues(op: Operator, k: int = 5, *, tol: float = 1e-3, max_iter: int = 200, seed: int = 0) -> Eigenvalues:
-    r"""Return the k largest eigenvalues, by Lanczos' method with two-pass reorthogonalisation.
+    r"""Return the k largest eigenvalues, by Lanczos' method with two-pass reorthogonalization.
 
     It stops as soon as every residual :math:`\lVert H v - \lambda v \rVert` is at most
     :math:`tol\,|\lambda|`, which bounds the error of the eigenvalue by the same (and, where it is isolated,

@@ -56,7 +56,7 @@ def test_every_field_of_the_specs_is_a_flag_with_help(capsys):
         for name in kind.__dataclass_fields__:
             if name not in ("claim", "data", "model", "optim"):
                 assert f"--{prefix}{name.replace('_', '-')}" in out
-    assert "SAM's neighbourhood size" in out
+    assert "SAM's neighborhood size" in out
     assert "claim" not in out
 
 

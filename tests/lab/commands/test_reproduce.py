@@ -17,7 +17,7 @@ from flatmin.lab.studies.item import Item
 from flatmin.lab.sweeps import preflight as inputs_module
 from flatmin.lab.sweeps.jobs import Job
 from flatmin.lab.sweeps.preflight import Inputs
-from flatmin.lab.sweeps.runners import Archive
+from flatmin.lab.sweeps.runners import ReadOnlyRunner
 
 pytestmark = pytest.mark.usefixtures("nothing_outside")
 
@@ -173,7 +173,7 @@ def test_everything_that_is_missing_is_named_once(tmp_path):
 
 
 def test_runs_that_follow_from_open_choices_count_as_missing(tmp_path):
-    archive = Archive(tmp_path)
+    archive = ReadOnlyRunner(tmp_path)
     study = ITEMS["table1"].study
     found = study("laptop", archive)
     num_planned = len(plan(study, "laptop").jobs)

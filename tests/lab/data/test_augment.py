@@ -67,9 +67,9 @@ def test_an_image_is_augmented_the_same_in_any_batch_and_differently_in_another_
     assert not torch.equal(whole, other_seed)
 
 
-def test_normalise_is_the_formula_and_channels_last():
+def test_normalize_is_the_formula_and_channels_last():
     images = some_images()
-    out = augment.normalise(images, (0.1, 0.2, 0.3), (0.5, 0.6, 0.7))
+    out = augment.normalize(images, (0.1, 0.2, 0.3), (0.5, 0.6, 0.7))
     for c in range(3):
         expected = (images[:, c].double() / 255 - (0.1, 0.2, 0.3)[c]) / (0.5, 0.6, 0.7)[c]
         torch.testing.assert_close(out[:, c].double(), expected, rtol=1e-5, atol=1e-6)
@@ -80,7 +80,7 @@ def test_normalise_is_the_formula_and_channels_last():
 def test_cutout_blanks_one_square_around_a_uniform_centre(size):
     images = torch.ones(500, 1, 9, 9)
     out = augment.cutout(images.clone(), draw(500), size)
-    centres = set()
+    centers = set()
     for image in out[:, 0]:
         rows, columns = (image == 0).any(1).nonzero().flatten(), (image == 0).any(0).nonzero().flatten()
         # A rectangle, cut off at the border, and nothing else.
@@ -89,10 +89,10 @@ def test_cutout_blanks_one_square_around_a_uniform_centre(size):
         assert torch.equal(image, expected)
         assert len(rows) <= size
         if size == 1:
-            centres.add((int(rows[0]), int(columns[0])))
+            centers.add((int(rows[0]), int(columns[0])))
     if size == 1:
-        assert len(centres) == 81
-    if size == 5:  # the centre is in a corner for some image: 3 of 5 pixels remain
+        assert len(centers) == 81
+    if size == 5:  # the center is in a corner for some image: 3 of 5 pixels remain
         assert (out == 0).sum((1, 2, 3)).min() == 9
         assert (out == 0).sum((1, 2, 3)).max() == 25
 

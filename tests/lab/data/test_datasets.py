@@ -26,9 +26,9 @@ def fetch(images, examples, *, augment=False, epoch=0):
     return images.fetch(Draw(seed=0, epoch=epoch, examples=np.asarray(examples)), augment=augment)
 
 
-def write_image(path, colour, size=(40, 30)):
+def write_image(path, color, size=(40, 30)):
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.new("RGB", size, colour).save(path)
+    Image.new("RGB", size, color).save(path)
 
 
 def test_the_digits_are_all_there_split_into_train_and_test():
@@ -400,7 +400,7 @@ def test_imagenets_augmentation_crops_at_random_and_evaluation_takes_the_middle(
     assert any(c[0] < c[-1] for c in crops)
     assert any(c[0] > c[-1] for c in crops)  # flipped
     middle = fetch(dataset.test, [0])[0, 0, 0].float()
-    # The middle 56 of 64 pixels, to 16: the first output pixel is centred at 4 + 1.75.
+    # The middle 56 of 64 pixels, to 16: the first output pixel is centered at 4 + 1.75.
     assert middle[0] == pytest.approx((4 + 1.75 - 0.5) * 4, abs=2)
     assert middle[-1] == pytest.approx((60 - 1.75 - 0.5) * 4, abs=2)
 

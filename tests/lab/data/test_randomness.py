@@ -20,7 +20,7 @@ def test_the_numbers_are_those_of_splitmix64_on_every_machine():
     assert int(hashed(7, Purpose.FLIP, 3)) == expected
 
 
-def test_a_number_depends_on_every_key_and_not_on_its_neighbours():
+def test_a_number_depends_on_every_key_and_not_on_its_neighbors():
     alone = uniform(1, Purpose.FLIP, 2, np.array([5]))
     among = uniform(1, Purpose.FLIP, 2, np.array([9, 5, 3]))
     assert alone[0] == among[1]

@@ -8,7 +8,7 @@ import pytest
 from flatmin.lab.demo import page as demo_page
 from flatmin.lab.demo import study as demo
 from flatmin.lab.demo.page import write_page
-from flatmin.lab.demo.study import NOISE_RATES, DemoRun, demo_experiments, demo_settings, run_one, summarise, verdict
+from flatmin.lab.demo.study import NOISE_RATES, DemoRun, demo_experiments, demo_settings, run_one, summarize, verdict
 from flatmin.lab.spec.experiment import Model
 
 
@@ -22,7 +22,7 @@ def rows(tmp_path_factory):
             epochs = experiment.epochs // demo.EPOCHS
             shrunk = dataclasses.replace(experiment, epochs=epochs, model=Model(name="cnn-4"))
             found.append(run_one(noise, method, shrunk, seed, runs))
-    return summarise(found)
+    return summarize(found)
 
 
 def test_the_settings_are_those_with_the_lowest_validation_error():

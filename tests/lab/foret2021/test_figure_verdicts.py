@@ -16,7 +16,7 @@ from flatmin.lab.foret2021.tables.error_reduction import _verdict
 from flatmin.lab.runs.directory import Result
 from flatmin.lab.studies.findings import Cell, Comparison
 from flatmin.lab.sweeps.jobs import Outcome
-from flatmin.lab.sweeps.runners import Planner
+from flatmin.lab.sweeps.runners import DryRunner
 
 ITEMS = {item.name: item for item in FIGURE_ITEMS}
 
@@ -59,7 +59,7 @@ def plane(job, measurement, steepness):
 
 @pytest.mark.parametrize(
     ("sgd", "sam", "held"),
-    [(5.0, 1.0, "held"), (1.0, 5.0, "did not hold"), (2.0, 2.0, "no difference shown")],
+    [(5.0, 1.0, "reproduced"), (1.0, 5.0, "not reproduced"), (2.0, 2.0, "inconclusive")],
 )
 def test_the_wider_minimum_is_the_one_whose_loss_rises_less(sgd, sam, held):
     def facts(job, measurement):
@@ -68,7 +68,7 @@ def test_the_wider_minimum_is_the_one_whose_loss_rises_less(sgd, sam, held):
 
     found = ITEMS["landscape"].study("laptop", Made(lambda job: {"test_error": 0.1}, facts))
     (verdict,) = found.verdicts
-    assert verdict.held == held
+    assert verdict.status == held
     assert "n = 5" in verdict.evidence
     rises = cells(found)[:2]
     # Of a^2 + b^2 on a grid of step 0.2 within 0.5: 4 points each at 0.04, 0.08 and 0.16, and 8 at 0.2.
@@ -91,10 +91,10 @@ def spectrum_facts(largest, ratio):
 @pytest.mark.parametrize(
     ("sgd", "sam", "held"),
     [
-        ((24.0, 11.4), (1.0, 2.6), "held"),
-        ((1.0, 2.6), (24.0, 11.4), "did not hold"),
-        ((24.0, 2.6), (1.0, 11.4), "did not hold"),  # one of the two the other way round
-        ((24.0, 3.0), (1.0, 3.0), "no difference shown"),  # one of the two
+        ((24.0, 11.4), (1.0, 2.6), "reproduced"),
+        ((1.0, 2.6), (24.0, 11.4), "not reproduced"),
+        ((24.0, 2.6), (1.0, 11.4), "not reproduced"),  # one of the two the other way round
+        ((24.0, 3.0), (1.0, 3.0), "inconclusive"),  # one of the two
     ],
 )
 def test_curvature_is_judged_by_the_largest_eigenvalue_and_its_ratio_to_the_fifth(sgd, sam, held):
@@ -106,7 +106,7 @@ def test_curvature_is_judged_by_the_largest_eigenvalue_and_its_ratio_to_the_fift
 
     found = ITEMS["hessian"].study("laptop", Made(lambda job: {"test_error": 0.1, "train_loss": 0.01}, facts))
     (verdict,) = found.verdicts
-    assert verdict.held == held
+    assert verdict.status == held
     assert "n = 5" in verdict.evidence
     table = found.tables[0]
     assert [row[1].claimed for row in table.rows[:2]] == ["approximately 24", "up to 11.4"]
@@ -130,7 +130,7 @@ def test_one_network_of_each_is_shown_and_not_tested():
     found = ITEMS["hessian"].study("laptop", lab)
     assert found.num_missing == 8
     assert len(found.figures) == 4
-    assert found.verdicts[0].held == "not tested"
+    assert found.verdicts[0].status == "not tested"
     assert "24" in found.verdicts[0].evidence
 
 
@@ -145,7 +145,7 @@ def test_nothing_is_judged_by_the_replicas_that_went_well(item):
     lab = Made(lambda job: {"test_error": 0.1, "train_loss": 0.01}, facts, keep=lambda job: job.seed < 2)
     found = ITEMS[item].study("laptop", lab)
     (verdict,) = found.verdicts
-    assert verdict.held == "not tested"
+    assert verdict.status == "not tested"
     assert "2 of 5 pairs are there" in verdict.evidence
     assert "Holm" not in verdict.evidence
     assert not cells(found, Comparison)
@@ -181,7 +181,7 @@ WEIGHTS_OF_THE_LAPTOPS_NETWORK = 303_834
 
 @pytest.mark.parametrize(
     ("small", "large", "held"),
-    [(0.12, 0.2, "held"), (0.2, 0.12, "did not hold"), (0.2, 0.2, "no difference shown")],
+    [(0.12, 0.2, "reproduced"), (0.2, 0.12, "not reproduced"), (0.2, 0.2, "inconclusive")],
 )
 def test_m_is_judged_at_the_rho_that_validation_chooses_for_each(small, large, held):
     best = {16: 0.1, 32: 0.1, 64: 0.2, 128: 0.2}
@@ -195,7 +195,7 @@ def test_m_is_judged_at_the_rho_that_validation_chooses_for_each(small, large, h
 
     found = ITEMS["m-and-rho"].study("laptop", Made(metrics))
     (verdict,) = found.verdicts
-    assert verdict.held == held
+    assert verdict.status == held
     assert "n = 5" in verdict.evidence
     rows = {row[0]: row for row in found.tables[0].rows}
     assert {name: row[1] for name, row in rows.items()} == {
@@ -217,17 +217,17 @@ def test_no_rho_is_chosen_while_a_candidate_is_missing():
     found = ITEMS["m-and-rho"].study("laptop", lab)
     assert found.num_missing == 4
     assert [row[1] for row in found.tables[0].rows][:4] == ["not chosen yet"] * 4
-    assert found.verdicts[0].held == "not tested"
+    assert found.verdicts[0].status == "not tested"
     assert len(found.figures[0].series[0].x) == 4  # what there is, is drawn
 
 
 @pytest.mark.parametrize(
     ("two", "sup", "noise", "held"),
     [
-        (0.12, 0.15, 0.2, "held"),
-        (0.15, 0.12, 0.2, "did not hold"),
-        (0.12, 0.2, 0.15, "did not hold"),
-        (0.12, 0.12, 0.2, "no difference shown"),
+        (0.12, 0.15, 0.2, "reproduced"),
+        (0.15, 0.12, 0.2, "not reproduced"),
+        (0.12, 0.2, 0.15, "not reproduced"),
+        (0.12, 0.12, 0.2, "inconclusive"),
     ],
 )
 def test_norms_are_judged_each_at_its_own_rho(two, sup, noise, held):
@@ -242,7 +242,7 @@ def test_norms_are_judged_each_at_its_own_rho(two, sup, noise, held):
         return found
 
     found = ITEMS["p-norm"].study("laptop", Made(metrics))
-    assert found.verdicts[0].held == held
+    assert found.verdicts[0].status == held
     rows = {row[0]: row for row in found.tables[0].rows}
     assert [rows[kind][1] for kind in ("p = 2", "p = inf", "random")] == ["0.2", "0.1", "2"]
     compared = cells(found, Comparison)
@@ -267,11 +267,11 @@ def training_of(job, test_error):
 @pytest.mark.parametrize(
     ("start", "end", "first", "second", "held"),
     [
-        (0.99, 0.5, 0.10, 0.12, ("held", "held")),
-        (0.99, 0.5, 0.12, 0.10, ("held", "did not hold")),
-        (0.95, 0.99, 0.10, 0.10, ("did not hold", "no difference shown")),
-        (0.7, 0.3, 0.10, 0.10, ("did not hold", "no difference shown")),  # not close to 1 to begin with
-        (0.99, 0.99, 0.10, 0.10, ("no difference shown", "no difference shown")),
+        (0.99, 0.5, 0.10, 0.12, ("reproduced", "reproduced")),
+        (0.99, 0.5, 0.12, 0.10, ("reproduced", "not reproduced")),
+        (0.95, 0.99, 0.10, 0.10, ("not reproduced", "inconclusive")),
+        (0.7, 0.3, 0.10, 0.10, ("not reproduced", "inconclusive")),  # not close to 1 to begin with
+        (0.99, 0.99, 0.10, 0.10, ("inconclusive", "inconclusive")),
     ],
 )
 def test_the_second_order_terms_are_judged_by_cosine_and_test_error(start, end, first, second, held):
@@ -286,7 +286,7 @@ def test_the_second_order_terms_are_judged_by_cosine_and_test_error(start, end, 
         return {"cosine": (end if last else start) + own}
 
     found = ITEMS["second-order"].study("laptop", Made(metrics, facts))
-    assert tuple(v.held for v in found.verdicts) == held
+    assert tuple(v.status for v in found.verdicts) == held
     errors, cosines = found.figures
     assert [s.name for s in errors.series] == [
         "train, at w + eps, first order",
@@ -325,7 +325,7 @@ EQUAL_ERRORS = dict.fromkeys((1, 2, 3, 5), 0.15)
 def test_ascent_steps_as_in_the_paper():
     metrics = ascent(lambda steps, at: 0.002 * steps if at > 0.8 else 0.001, EQUAL_ERRORS)
     found = ITEMS["inner-steps"].study("laptop", Made(metrics))
-    assert [v.held for v in found.verdicts] == ["held", "not tested", "held", "held"]
+    assert [v.status for v in found.verdicts] == ["reproduced", "not tested", "reproduced", "reproduced"]
     table = found.tables[0]
     first = table.rows[0]
     assert [row[0] for row in table.rows] == ["1", "2", "3", "5"]
@@ -350,18 +350,18 @@ def test_ascent_steps_as_in_the_paper():
 )
 def test_steps_that_find_more_from_the_start_or_never_are_not_what_is_claimed(sharpness, said):
     found = ITEMS["inner-steps"].study("laptop", Made(ascent(sharpness, EQUAL_ERRORS)))
-    assert found.verdicts[3].held == "did not hold"
+    assert found.verdicts[3].status == "not reproduced"
     assert said in found.verdicts[3].evidence
 
 
 @pytest.mark.parametrize(
     ("at_five", "held"),
-    [(0.15, "held"), (0.151, "held"), (0.2, "did not hold"), (0.1, "did not hold")],
+    [(0.15, "reproduced"), (0.151, "reproduced"), (0.2, "not reproduced"), (0.1, "not reproduced")],
 )
 def test_a_test_error_that_changes_with_the_steps_is_seen(at_five, held):
     found = ITEMS["inner-steps"].study("laptop", Made(ascent(lambda s, at: 0.001, EQUAL_ERRORS | {5: at_five})))
-    assert found.verdicts[0].held == held
-    assert found.verdicts[2].held == found.verdicts[3].held == "no difference shown"
+    assert found.verdicts[0].status == held
+    assert found.verdicts[2].status == found.verdicts[3].status == "inconclusive"
 
 
 def test_a_change_that_noise_may_hide_is_neither_shown_nor_excluded():
@@ -371,7 +371,7 @@ def test_a_change_that_noise_may_hide_is_neither_shown_nor_excluded():
         return {"train_error": 0.0, "perturbed_error": 0.01, "test_error": 0.15 + loud}
 
     found = ITEMS["inner-steps"].study("laptop", Made(metrics))
-    assert found.verdicts[0].held == "no difference shown"
+    assert found.verdicts[0].status == "inconclusive"
 
 
 def test_on_cifar100_several_steps_must_be_better_than_one():
@@ -382,7 +382,7 @@ def test_on_cifar100_several_steps_must_be_better_than_one():
         return [found | {"test_error": found["test_error"] - better + extra}]
 
     found = ITEMS["inner-steps"].study("paper", Made(metrics))
-    assert found.verdicts[1].held == "held"
+    assert found.verdicts[1].status == "reproduced"
     assert "n = 20" in found.verdicts[1].evidence
     assert found.tables[0].rows[0][3].claimed == "16.72 ± 0.08"
 
@@ -413,7 +413,7 @@ def test_a_measure_that_orders_the_zoo_scores_1_and_noise_does_not():
     found = ITEMS["predictive"].study("laptop", zoo_lab(lambda m, gap, rng: math.exp(gap) if m == 1 else rng.normal()))
     assert scores(found)["1"] == pytest.approx(1.0)
     assert scores(found)["n"] < 0.3
-    assert found.verdicts[0].held == "held"
+    assert found.verdicts[0].status == "reproduced"
     assert "72 networks" in found.verdicts[0].evidence
     assert list(scores(found)) == ["1", "4", "16", "64", "256", "n"]
     assert list(found.figures[0].series[0].x) == [1, 4, 16, 64, 256, 1000]
@@ -428,21 +428,21 @@ def two_measures(monkeypatch):
 @pytest.mark.usefixtures("two_measures")
 def test_if_the_whole_training_set_predicts_better_the_claim_did_not_hold():
     found = ITEMS["predictive"].study("laptop", zoo_lab(lambda m, gap, rng: gap if m is None else rng.normal()))
-    assert found.verdicts[0].held == "did not hold"
+    assert found.verdicts[0].status == "not reproduced"
     assert scores(found)["n"] == pytest.approx(1.0)
 
 
 @pytest.mark.usefixtures("two_measures")
 def test_measures_that_predict_alike_show_no_difference():
     found = ITEMS["predictive"].study("laptop", zoo_lab(lambda m, gap, rng: gap))
-    assert found.verdicts[0].held == "no difference shown"
+    assert found.verdicts[0].status == "inconclusive"
 
 
 @pytest.mark.usefixtures("two_measures")
 def test_a_measure_of_the_wrong_sign_does_not_make_the_claim_hold():
     found = ITEMS["predictive"].study("laptop", zoo_lab(lambda m, gap, rng: -gap if m == 1 else rng.normal()))
     assert scores(found)["1"] > 0.8  # a tie counts as "not larger": not quite 1
-    assert found.verdicts[0].held == "did not hold"
+    assert found.verdicts[0].status == "not reproduced"
     assert "wrong way round" in found.verdicts[0].evidence
 
 
@@ -471,7 +471,7 @@ def test_no_score_means_too_few_networks_and_nothing_else(monkeypatch):
     first = planned_jobs(ITEMS["predictive"].study, "laptop")[0].name
     monkeypatch.setattr(lab, "keep", lambda job: job.name == first)
     found = ITEMS["predictive"].study("laptop", lab)
-    assert found.verdicts[0].held == "not tested"
+    assert found.verdicts[0].status == "not tested"
     assert found.verdicts[0].evidence.startswith("71 networks of the zoo are missing")
     monkeypatch.setattr(lab, "keep", lambda job: True)
     stuck = ITEMS["predictive"].study("laptop", zoo_lab(lambda m, gap, rng: gap, num_stuck=71))
@@ -499,13 +499,13 @@ def test_the_zoo_is_a_grid_of_more_than_48_networks_each_stopped_at_the_same_los
 
 
 def test_the_papers_scale_of_predictive_power_says_that_it_needs_the_competitions_networks():
-    planner = Planner()
+    planner = DryRunner()
     found = ITEMS["predictive"].study("paper", planner)
     assert not planner.jobs
     assert not found.runs
     assert found.num_missing == 0
     assert PGDL in found.notes
-    assert found.verdicts[0].held == "not tested"
+    assert found.verdicts[0].status == "not tested"
 
 
 def test_swapping_ranks_finds_a_difference_only_where_there_is_one():
@@ -533,14 +533,14 @@ def bound_facts(total):
     ("total", "held"),
     [
         (lambda rho: 10 / rho, "not tested"),
-        (lambda rho: 0.4 / rho, "held"),  # some of them are below 1
-        (lambda rho: 0.1, "did not hold"),
+        (lambda rho: 0.4 / rho, "reproduced"),  # some of them are below 1
+        (lambda rho: 0.1, "not reproduced"),
     ],
 )
 def test_a_vacuous_bound_tests_nothing(total, held):
     found = ITEMS["bound"].study("laptop", Made(lambda job: {"test_error": 0.2}, bound_facts(total)))
     (verdict,) = found.verdicts
-    assert verdict.held == held
+    assert verdict.status == held
     rows = {row[0]: row for row in found.tables[0].rows}
     assert rows["bound: the last two"][1].measured.mean == pytest.approx(total(0.2))
     assert rows["vacuous (above 1)"][1] == f"{5 * (total(0.2) > 1)} of 5"
@@ -551,9 +551,9 @@ def test_a_vacuous_bound_tests_nothing(total, held):
 @pytest.mark.parametrize(
     ("sgd", "sam", "held"),
     [
-        ((0.30, 0.25, 0.28), (0.28, 0.24, 0.20), ["held", "held"]),
-        ((0.30, 0.25, 0.20), (0.28, 0.20, 0.24), ["did not hold", "did not hold"]),
-        ((0.20, 0.25, 0.25), (0.28, 0.24, 0.24), ["no difference shown", "no difference shown"]),
+        ((0.30, 0.25, 0.28), (0.28, 0.24, 0.20), ["reproduced", "reproduced"]),
+        ((0.30, 0.25, 0.20), (0.28, 0.20, 0.24), ["not reproduced", "not reproduced"]),
+        ((0.20, 0.25, 0.25), (0.28, 0.24, 0.24), ["inconclusive", "inconclusive"]),
     ],
 )
 def test_more_epochs_are_judged_with_sam_from_each_to_the_next_and_without_it_at_the_end(sgd, sam, held):
@@ -564,7 +564,7 @@ def test_more_epochs_are_judged_with_sam_from_each_to_the_next_and_without_it_at
 
     found = ALL_ITEMS["imagenet"].study("laptop", Made(metrics))
     falls, rises = found.verdicts[-2:]
-    assert [falls.held, rises.held] == held
+    assert [falls.status, rises.status] == held
     assert falls.claim == "With SAM the error goes on falling from 100 to 200 to 400 epochs."
     assert "(40 epochs) against" in falls.evidence
     assert "(80 epochs) against" in falls.evidence
@@ -576,7 +576,7 @@ def test_more_epochs_are_judged_with_sam_from_each_to_the_next_and_without_it_at
 
 @pytest.mark.parametrize("item", [item.name for item in ALL_ITEMS.values() if item.name != "predictive"])
 def test_every_laptop_item_names_the_settings_of_its_networks(item):
-    found = ALL_ITEMS[item].study("laptop", Planner())
+    found = ALL_ITEMS[item].study("laptop", DryRunner())
     if found.item != "error-reduction":  # its settings are in the tables that it is drawn from
         named = {h.name for h in found.hyperparameters}
         assert {"network", "training images", "batch size", "learning rate", "momentum", "epochs"} <= named
@@ -591,35 +591,35 @@ def fewer_errors(num_lower, num_conditions=31, method="SAM"):
 @pytest.mark.parametrize(
     ("num_lower", "num_conditions", "held"),
     [
-        (6, 6, "held"),
-        (3, 4, "no difference shown"),
-        (5, 5, "no difference shown"),
-        (17, 31, "no difference shown"),
-        (30, 31, "held"),
-        (1, 31, "did not hold"),
+        (6, 6, "reproduced"),
+        (3, 4, "inconclusive"),
+        (5, 5, "inconclusive"),
+        (17, 31, "inconclusive"),
+        (30, 31, "reproduced"),
+        (1, 31, "not reproduced"),
     ],
 )
 def test_error_reduction_is_judged_by_a_sign_test(num_lower, num_conditions, held):
     """All of 5 conditions have p = 0.0625, all of 6 p = 0.03125."""
     found = _verdict(fewer_errors(num_lower, num_conditions))
-    assert found.held == held
+    assert found.status == held
     assert found.claim == "Switching to SAM reduces the error in the vast majority of conditions."
     assert f"lower in {num_lower} of {num_conditions} conditions" in found.evidence
 
 
-@pytest.mark.parametrize(("num_lower", "num_equal", "held"), [(6, 4, "held"), (5, 1, "no difference shown")])
+@pytest.mark.parametrize(("num_lower", "num_equal", "held"), [(6, 4, "reproduced"), (5, 1, "inconclusive")])
 def test_conditions_with_equal_errors_say_nothing(num_lower, num_equal, held):
     """p is that of 6 of 6, 0.03125, and of 5 of 5, 0.0625."""
     equal = {(f"equal {i}", "SAM"): 0.0 for i in range(num_equal)}
-    assert _verdict(fewer_errors(num_lower, num_lower) | equal).held == held
+    assert _verdict(fewer_errors(num_lower, num_lower) | equal).status == held
 
 
 def test_error_reduction_judges_each_method_by_itself():
     """6 of 6 has p = 0.031, with two methods Holm's 0.0625: two methods are not twelve conditions."""
     both = fewer_errors(6, 6) | fewer_errors(6, 6, "SAM, m = 16")
-    assert _verdict(both).held == "no difference shown"
+    assert _verdict(both).status == "inconclusive"
     one = fewer_errors(31)
-    assert _verdict(one | fewer_errors(17, method="SAM, m = 16")).held == "no difference shown"
-    assert _verdict(one | fewer_errors(1, method="SAM, m = 16")).held == "did not hold"
-    assert _verdict({("a", "SAM"): 0.0}).held == "no difference shown"
-    assert _verdict({}).held == "not tested"
+    assert _verdict(one | fewer_errors(17, method="SAM, m = 16")).status == "inconclusive"
+    assert _verdict(one | fewer_errors(1, method="SAM, m = 16")).status == "not reproduced"
+    assert _verdict({("a", "SAM"): 0.0}).status == "inconclusive"
+    assert _verdict({}).status == "not tested"

@@ -18,7 +18,7 @@ from flatmin.lab.sweeps.jobs import Job, Outcome, read_outcome
 from flatmin.lab.sweeps.measurements import measurement_settings
 from flatmin.lab.sweeps.progress import passes
 from flatmin.lab.sweeps.run_job import run_job
-from flatmin.lab.sweeps.runners import Archive
+from flatmin.lab.sweeps.runners import ReadOnlyRunner
 from flatmin.lab.training.trained_model import load_trained
 from flatmin.measures import sam_update_cosine
 
@@ -43,7 +43,7 @@ class Torn:
     """An archive of which some outcomes, or some measures of them, are lost."""
 
     def __init__(self, runs, lost):
-        self.archive, self.lost = Archive(runs), lost
+        self.archive, self.lost = ReadOnlyRunner(runs), lost
 
     def outcomes(self, jobs, what):
         found = self.archive.outcomes(jobs, what)
@@ -80,7 +80,7 @@ def test_the_smallest_scale_runs_from_end_to_end(smoke, name):
     )
     assert sorted(found.runs) == sorted(path.name for path in runs.iterdir())
     assert found.verdicts
-    assert all(v.held == "not tested" and "smoke test" in v.evidence for v in found.verdicts)
+    assert all(v.status == "not tested" and "smoke test" in v.evidence for v in found.verdicts)
     assert found.tables
     assert found.figures
     assert found.hyperparameters
@@ -107,15 +107,15 @@ def test_the_smallest_scale_runs_from_end_to_end(smoke, name):
 @every_item
 def test_an_archive_of_the_runs_gives_the_same_findings(smoke, name):
     found, runs = smoke(name)
-    assert ITEMS[name].study("smoke", Archive(runs)) == found
+    assert ITEMS[name].study("smoke", ReadOnlyRunner(runs)) == found
 
 
 @every_item
 @pytest.mark.parametrize("scale", SCALES)
 def test_where_nothing_was_run_everything_is_missing_and_nothing_is_judged(tmp_path, name, scale):
-    found = ITEMS[name].study(scale, Archive(tmp_path))
+    found = ITEMS[name].study(scale, ReadOnlyRunner(tmp_path))
     assert found.num_missing == len(set(found.runs)) == len(planned_jobs(ITEMS[name].study, scale))
-    assert {v.held for v in found.verdicts} == {"not tested"}
+    assert {v.status for v in found.verdicts} == {"not tested"}
     assert not cells(found, Comparison)
 
 
@@ -132,7 +132,7 @@ def test_lost_runs_and_measures_are_counted_and_tolerated(smoke, name, rest):
         return outcome
 
     def diverged(number, outcome):
-        return Outcome(job=outcome.job, problem="The loss is no number.") if number % 3 == rest else outcome
+        return Outcome(job=outcome.job, failure="The loss is no number.") if number % 3 == rest else outcome
 
     jobs = planned_jobs(ITEMS[name].study, "smoke")
     expected = sum(n % 3 == rest or (n % 3 == (rest + 1) % 3 and bool(job.measurements)) for n, job in enumerate(jobs))

@@ -7,7 +7,7 @@ import pytest
 from flatmin.lab.foret2021.claims.tables import NOISE_PERCENT
 from flatmin.lab.foret2021.tables.label_noise import label_noise, noise_and_rho
 from flatmin.lab.runs.directory import Result
-from flatmin.lab.studies.conditions import CHOOSING_SEED, SEEDS
+from flatmin.lab.studies.conditions import SEEDS, TUNING_SEED
 from flatmin.lab.studies.findings import Cell, Comparison
 from flatmin.lab.sweeps.jobs import Outcome
 
@@ -101,7 +101,7 @@ def test_table_8_has_validation_errors_of_bootstrapped_networks():
     }
     for job in lab.jobs:
         data = job.experiment.data
-        assert (data.validation, data.bootstrap, job.experiment.optim.m, job.seed) == (0.1, True, 32, CHOOSING_SEED)
+        assert (data.validation, data.bootstrap, job.experiment.optim.m, job.seed) == (0.1, True, 32, TUNING_SEED)
     for rho, row in zip(rhos, table.rows, strict=True):
         assert [cell.measured.mean for cell in row[1:]] == pytest.approx([10 + 100 * abs(rho - 0.2)] * 4)
     assert table.rows[0][1].claimed == "15.0"

@@ -8,11 +8,11 @@ from flatmin.lab.foret2021.claims.appendix import SVHN_FASHION
 from flatmin.lab.foret2021.claims.figures import FIGURES
 from flatmin.lab.foret2021.claims.tables import CIFAR, FINETUNING_DATASETS, IMAGENET, NOISE_PERCENT
 from flatmin.lab.foret2021.sources import HYPERPARAMETERS, REFERENCE_CODE
-from flatmin.lab.foret2021.tables.fine_tuning import fine_tuning_contests
+from flatmin.lab.foret2021.tables.fine_tuning import fine_tuning_conditions
 from flatmin.lab.spec.datasets import DATASETS
 from flatmin.lab.spec.experiment import Data, Experiment, Model
 from flatmin.lab.spec.models import check_model_name
-from flatmin.lab.sweeps.runners import Planner
+from flatmin.lab.sweeps.runners import DryRunner
 
 TRAININGS = [
     *settings.CIFAR.values(),
@@ -77,10 +77,12 @@ def test_fashion_mnists_auto_augment_is_cutout():
         settings.small_image_augment("svhn", "mixup")
 
 
-@pytest.mark.parametrize("contest", fine_tuning_contests("paper", Planner()), ids=lambda contest: contest.name)
-def test_finetuning_takes_the_papers_number_of_steps(contest):
+@pytest.mark.parametrize(
+    "condition", fine_tuning_conditions("paper", DryRunner()), ids=lambda condition: condition.name
+)
+def test_finetuning_takes_the_papers_number_of_steps(condition):
     """To half an epoch, with the batches that the lab really makes; ImageNet has 10 epochs instead."""
-    (dataset,), model, start = contest.labels, contest.column, contest.start
+    (dataset,), model, start = condition.labels, condition.column, condition.start
     if dataset == "imagenet":
         assert start.epochs == 10
         return

@@ -64,7 +64,7 @@ def test_the_wide_resnet_without_batch_norm_has_biases_and_scalars_instead():
              "pyramidnet-11-6", "pyramidnet-11-6-shakedrop", "cnn-4", "timm/resnet10t"],
 )  # fmt: skip
 @pytest.mark.parametrize(("channels", "size"), [(1, 28), (3, 32)])
-def test_every_family_makes_logits_of_grey_and_colour_images_and_gets_gradients_everywhere(name, channels, size):
+def test_every_family_makes_logits_of_grey_and_color_images_and_gets_gradients_everywhere(name, channels, size):
     torch.manual_seed(0)
     network = build_model(Model(name=name), num_classes=7, in_channels=channels)
     logits = network(torch.randn(4, channels, size, size))
@@ -112,7 +112,7 @@ def test_the_identity_shortcut_takes_every_other_pixel_and_fills_with_zero_chann
 
 
 @pytest.mark.parametrize("size", [7, 8])
-def test_shake_shakes_shortcut_sees_every_second_pixel_and_its_diagonal_neighbour(size):
+def test_shake_shakes_shortcut_sees_every_second_pixel_and_its_diagonal_neighbor(size):
     shortcut = ShakeShortcut(1, 2, 2).eval()
     nn.init.ones_(shortcut.conv1.weight)
     nn.init.ones_(shortcut.conv2.weight)
@@ -253,7 +253,7 @@ def test_a_checkpoint_that_is_missing_damaged_foreign_or_more_than_tensors_is_re
         build(tmp_path / "list.pt")
 
 
-def test_an_efficientnet_with_the_other_packages_names_is_recognised(tmp_path):
+def test_an_efficientnet_with_the_other_packages_names_is_recognized(tmp_path):
     """The same tensors in the same order, named as efficientnet_pytorch does."""
     torch.manual_seed(0)
     name = "timm/tf_efficientnet_lite0"
@@ -281,7 +281,7 @@ def test_an_unknown_network_of_timm_is_answered_with_names_that_exist():
         build_model(Model(name="timm/resnet51x"), num_classes=10)
 
 
-def test_frozen_batch_norm_normalises_with_its_statistics_and_leaves_them():
+def test_frozen_batch_norm_normalizes_with_its_statistics_and_leaves_them():
     network = build_model(Model(name="wrn-10-1"), num_classes=3)
     network.train()
     freeze_batch_norm(network)

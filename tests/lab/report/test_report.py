@@ -267,7 +267,7 @@ def evil_findings():
         about_scale=EVIL,
         tables=[Table(title=EVIL, columns=[EVIL, EVIL, EVIL], rows=[[EVIL, cell, comparison]], note=EVIL)],
         figures=[line, surface],
-        verdicts=[Verdict(claim=EVIL, held="held", evidence=EVIL)],
+        verdicts=[Verdict(claim=EVIL, status="reproduced", evidence=EVIL)],
         hyperparameters=[Hyperparameter(name=EVIL, value=EVIL, source="ours", note=EVIL)],
         notes=[EVIL],
         runs=[EVIL],
@@ -487,7 +487,7 @@ def test_any_folder_of_runs_can_be_described(tmp_path):
     for seed, error in enumerate((14.0, 15.0, 16.0)):
         write_run(tmp_path, claimed, seed, error)
     write_run(tmp_path, plain, 0, 17.0)
-    write_run(tmp_path, plain, 1, 0.0, problem="diverged")
+    write_run(tmp_path, plain, 1, 0.0, failure="diverged")
     write_run(tmp_path, slow, 0, 0.0, finished=False)
     (tmp_path / "not a run").mkdir()
     found = describe_runs(tmp_path)

@@ -8,19 +8,19 @@ import pytest
 from scipy import stats
 
 from flatmin.lab.foret2021.tables.error_reduction import _reductions
-from flatmin.lab.foret2021.tables.from_scratch import table1_contests
+from flatmin.lab.foret2021.tables.from_scratch import table1_conditions
 from flatmin.lab.runs.directory import Result
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
-from flatmin.lab.studies.condition_tables import contest_findings
+from flatmin.lab.studies.condition_tables import condition_findings
 from flatmin.lab.studies.conditions import (
-    CHOOSING_SEED,
     SEEDS,
-    Contest,
+    TUNING_SEED,
+    Condition,
     Method,
-    as_it_is,
     baselines,
     by_micro_batches,
-    hold_contests,
+    no_tuning,
+    run_conditions,
     sam_and_small_m,
     with_rates,
     with_rho,
@@ -46,7 +46,7 @@ class Invented:
     def _outcome(self, job):
         found = self.ending(job)
         if found is None or isinstance(found, str):
-            return Outcome(job=job, problem=found)
+            return Outcome(job=job, failure=found)
         metrics = found if isinstance(found, dict) else dict(zip(("valid_error", "test_error"), found, strict=True))
         result = Result(
             experiment=job.experiment, seed=job.seed, directory=Path(job.name), history=[metrics], time_seconds=1.0
@@ -54,8 +54,8 @@ class Invented:
         return Outcome(job=job, result=result)
 
 
-def contest(*methods, labels=("net",), column="data", claimed=None):
-    return Contest(labels=labels, column=column, start=START, methods=methods, claimed=claimed or {})
+def condition(*methods, labels=("net",), column="data", claimed=None):
+    return Condition(labels=labels, column=column, start=START, methods=methods, claimed=claimed or {})
 
 
 SGD, LONGER = baselines(with_rates((0.1, 0.2), (1e-4, 1e-3)))
@@ -75,7 +75,7 @@ def by_validation(job):
 
 def test_settings_are_chosen_by_validation_error_the_baseline_first_then_rho():
     lab = Invented(by_validation)
-    entries, _ = hold_contests([contest(SGD, LONGER, SAM)], lab, "item")
+    entries, _ = run_conditions([condition(SGD, LONGER, SAM)], lab, "item")
     sgd, _, sam = entries
     assert (sgd.chosen.optim.lr, sgd.chosen.optim.weight_decay) == (0.2, 1e-3)
     assert (sam.chosen.optim.lr, sam.chosen.optim.weight_decay, sam.chosen.optim.rho) == (0.2, 1e-3, 0.1)
@@ -85,15 +85,15 @@ def test_settings_are_chosen_by_validation_error_the_baseline_first_then_rho():
 
 def test_choosing_holds_out_a_tenth_and_replicas_train_on_all_with_other_seeds():
     lab = Invented(by_validation)
-    hold_contests([contest(SGD, LONGER, SAM)], lab, "item")
+    run_conditions([condition(SGD, LONGER, SAM)], lab, "item")
     choosing = [job for what, jobs in lab.asked if "choosing" in what for job in jobs]
     replicas = [job for what, jobs in lab.asked if "replicas" in what for job in jobs]
     assert {job.experiment.data.validation for job in choosing} == {0.1}
-    assert {job.seed for job in choosing} == {CHOOSING_SEED}
+    assert {job.seed for job in choosing} == {TUNING_SEED}
     assert {job.experiment.data.validation for job in replicas} == {0.0}
     assert {job.seed for job in replicas} == set(SEEDS) == {0, 1, 2, 3, 4}
     assert len({job.name for job in replicas}) == 15
-    assert CHOOSING_SEED not in SEEDS
+    assert TUNING_SEED not in SEEDS
 
 
 @pytest.mark.parametrize(("longer_error", "counts"), [(0.3, "SGD, twice the epochs"), (0.5, "SGD")])
@@ -102,9 +102,9 @@ def test_sam_is_compared_with_the_better_mean_of_both_baselines_and_only_they_do
         sam = 0.1 if job.experiment.optim.rho else 0.0
         return 0.1, (longer_error if job.experiment.epochs == 8 else 0.4) - sam - 0.001 * job.seed**2 * (1 + sam)
 
-    methods = (*baselines(as_it_is), replace(SAM, candidates=with_rho((0.1,))))
+    methods = (*baselines(no_tuning), replace(SAM, candidates=with_rho((0.1,))))
     lab = Invented(ending)
-    findings = findings_of(*hold_contests([contest(*methods)], lab, "item"))
+    findings = findings_of(*run_conditions([condition(*methods)], lab, "item"))
     assert comparison_of(findings).name == f"SAM - {counts}"
     epochs = {(bool(j.experiment.optim.rho), j.experiment.epochs) for _, jobs in lab.asked for j in jobs}
     assert epochs == {(False, 4), (False, 8), (True, 4)}
@@ -114,7 +114,9 @@ def test_sam_is_compared_with_the_better_mean_of_both_baselines_and_only_they_do
 def test_a_longer_run_of_an_experiment_that_is_evaluated_at_its_end_is_too():
     start = replace(START, evaluate_every=4)
     lab = Invented(lambda job: (0.1, 0.2))
-    hold_contests([Contest(labels=(), column="", start=start, methods=baselines(as_it_is), claimed={})], lab, "item")
+    run_conditions(
+        [Condition(labels=(), column="", start=start, methods=baselines(no_tuning), claimed={})], lab, "item"
+    )
     assert {(j.experiment.epochs, j.experiment.evaluate_every) for _, jobs in lab.asked for j in jobs} == {
         (4, 4),
         (8, 8),
@@ -126,12 +128,12 @@ def test_a_process_that_was_killed_leaves_the_choice_open():
         def _outcome(self, job):
             outcome = super()._outcome(job)
             return (
-                replace(outcome, result=None, problem="killed", final=False)
+                replace(outcome, result=None, failure="killed", final=False)
                 if job.experiment.optim.rho == 0.2
                 else outcome
             )
 
-    entries, needed = hold_contests([contest(SGD, LONGER, SAM)], Killed(by_validation), "item")
+    entries, needed = run_conditions([condition(SGD, LONGER, SAM)], Killed(by_validation), "item")
     assert entries[2].chosen is None
     assert sum(not outcome.complete for outcome in needed) == 1
 
@@ -143,10 +145,10 @@ def test_nothing_is_judged_while_a_replica_of_either_side_is_missing_or_came_to_
         name = job.experiment.name.rpartition("/")[2]
         return how if name == lost and job.seed == 3 else clear_difference(job)
 
-    methods = (*baselines(as_it_is), replace(SAM, candidates=with_rho((0.1,))))
-    findings = findings_of(*hold_contests([contest(*methods)], Invented(ending), "item"))
+    methods = (*baselines(no_tuning), replace(SAM, candidates=with_rho((0.1,))))
+    findings = findings_of(*run_conditions([condition(*methods)], Invented(ending), "item"))
     (verdict,) = findings.verdicts
-    assert verdict.held == "not tested"
+    assert verdict.status == "not tested"
     assert lost in verdict.evidence
     assert not [c for table in findings.tables for row in table.rows for c in row if isinstance(c, Comparison)]
 
@@ -159,15 +161,15 @@ def test_a_cell_says_what_is_wanting_and_names_the_runs_of_its_values_alone(how,
     def ending(job):
         return how if job.experiment.optim.rho and job.seed == 3 else clear_difference(job)
 
-    cell = found(ending, [contest(ONE_SGD, ONE_SAM)]).tables[0].rows[0][2]
+    cell = found(ending, [condition(ONE_SGD, ONE_SAM)]).tables[0].rows[0][2]
     assert cell.note == note
     assert cell.values == pytest.approx([100 * SAM_ERRORS[seed] for seed in (0, 1, 2, 4)])
     assert [name[-5:] for name in cell.runs] == ["seed0", "seed1", "seed2", "seed4"]
 
 
-def test_small_m_is_also_compared_with_sgd_that_is_normalised_alike():
-    methods = (*baselines(as_it_is), *sam_and_small_m((0.1,), 10))
-    findings = findings_of(*hold_contests([contest(*methods)], Invented(clear_difference), "item"))
+def test_small_m_is_also_compared_with_sgd_that_is_normalized_alike():
+    methods = (*baselines(no_tuning), *sam_and_small_m((0.1,), 10))
+    findings = findings_of(*run_conditions([condition(*methods)], Invented(clear_difference), "item"))
     names = [c.name for table in findings.tables for row in table.rows for c in row if isinstance(c, Comparison)]
     assert [name.partition(",")[0] for name in names[:1]] == ["SAM - SGD"]
     assert "SAM, m = 10 - SGD, m = 10" in names
@@ -175,8 +177,8 @@ def test_small_m_is_also_compared_with_sgd_that_is_normalised_alike():
 
 
 def test_micro_batches_are_those_of_the_methods_that_say_so():
-    methods = (*baselines(as_it_is), *sam_and_small_m((0.1,), 10))
-    entries, _ = hold_contests([contest(*methods)], Invented(clear_difference), "item")
+    methods = (*baselines(no_tuning), *sam_and_small_m((0.1,), 10))
+    entries, _ = run_conditions([condition(*methods)], Invented(clear_difference), "item")
     assert {e.method.name: (e.chosen.optim.rho, e.chosen.optim.m) for e in entries} == {
         "SGD": (0.0, None),
         "SGD, twice the epochs": (0.0, None),
@@ -187,7 +189,7 @@ def test_micro_batches_are_those_of_the_methods_that_say_so():
 
 
 def test_training_errors_stand_below_the_test_errors():
-    findings = findings_of(*hold_contests([contest(ONE_SGD, ONE_SAM)], Invented(clear_difference), "item"))
+    findings = findings_of(*run_conditions([condition(ONE_SGD, ONE_SAM)], Invented(clear_difference), "item"))
     titles = [table.title for table in findings.tables]
     assert [t for t in titles if "training error" in t]
 
@@ -199,8 +201,8 @@ def test_a_run_that_diverged_is_never_chosen_and_a_missing_one_leaves_the_choice
     def missing(job):
         return None if job.experiment.optim.rho == 0.05 else by_validation(job)
 
-    assert hold_contests([contest(SGD, LONGER, SAM)], Invented(diverges), "item")[0][2].chosen.optim.rho == 0.2
-    entries, needed = hold_contests([contest(SGD, LONGER, SAM)], Invented(missing), "item")
+    assert run_conditions([condition(SGD, LONGER, SAM)], Invented(diverges), "item")[0][2].chosen.optim.rho == 0.2
+    entries, needed = run_conditions([condition(SGD, LONGER, SAM)], Invented(missing), "item")
     assert entries[2].chosen is None
     assert entries[2].replicas == ()
     assert sum(not outcome.complete for outcome in needed) == 1
@@ -212,19 +214,19 @@ def test_a_method_may_start_from_what_another_one_chose():
         return [replace(base, data=replace(base.data, bootstrap=True))]
 
     after = Method(name="Bootstrap + SAM", candidates=bootstrapped, after="SAM")
-    entries, _ = hold_contests([contest(SGD, LONGER, SAM, after)], Invented(by_validation), "item")
+    entries, _ = run_conditions([condition(SGD, LONGER, SAM, after)], Invented(by_validation), "item")
     assert entries[3].chosen.optim.rho == 0.1
     assert entries[3].chosen.data.bootstrap
     assert entries[3].chosen.first_stage().run_hash() == entries[2].chosen.run_hash()
 
 
-def found(ending, contests, **changes):
-    return findings_of(*hold_contests(contests, Invented(ending), "item"), **changes)
+def found(ending, conditions, **changes):
+    return findings_of(*run_conditions(conditions, Invented(ending), "item"), **changes)
 
 
 def findings_of(entries, needed, **changes):
     keywords = {"item": "item", "scale": "laptop", "claims": CLAIMS, "about_scale": "", "label_columns": ("model",)}
-    return contest_findings(entries, needed, **{**keywords, **changes})
+    return condition_findings(entries, needed, **{**keywords, **changes})
 
 
 SAM_ERRORS, SGD_ERRORS = (0.20, 0.21, 0.19, 0.22, 0.20), (0.25, 0.24, 0.26, 0.24, 0.27)
@@ -232,16 +234,16 @@ SAM_ERRORS, SGD_ERRORS = (0.20, 0.21, 0.19, 0.22, 0.20), (0.25, 0.24, 0.26, 0.24
 
 def clear_difference(job):
     errors = SAM_ERRORS if job.experiment.optim.rho else SGD_ERRORS
-    return 0.1, errors[job.seed] if job.seed != CHOOSING_SEED else 0.5
+    return 0.1, errors[job.seed] if job.seed != TUNING_SEED else 0.5
 
 
-ONE_SGD = Method(name="SGD", candidates=as_it_is)
+ONE_SGD = Method(name="SGD", candidates=no_tuning)
 ONE_SAM = replace(SAM, candidates=with_rho((0.1,)), against=(("SGD",),))
 
 
 def test_cells_hold_the_mean_its_interval_the_values_and_the_runs():
     claimed = {("SAM", "test_error"): Claimed.read("2.7 ± 0.1")}
-    table = found(clear_difference, [contest(ONE_SGD, ONE_SAM, claimed=claimed)]).tables[0]
+    table = found(clear_difference, [condition(ONE_SGD, ONE_SAM, claimed=claimed)]).tables[0]
     assert list(table.columns) == ["model", "data: SGD", "data: SAM"]
     cell = table.rows[0][2]
     assert isinstance(cell, Cell)
@@ -260,8 +262,8 @@ def comparison_of(findings):
 
 
 def test_comparisons_are_paired_by_seed_and_corrected_within_the_table():
-    contests = [contest(ONE_SGD, ONE_SAM), contest(ONE_SGD, ONE_SAM, labels=("other",))]
-    findings = found(clear_difference, contests)
+    conditions = [condition(ONE_SGD, ONE_SAM), condition(ONE_SGD, ONE_SAM, labels=("other",))]
+    findings = found(clear_difference, conditions)
     comparison = comparison_of(findings)
     expected = stats.ttest_rel(SAM_ERRORS, SGD_ERRORS).pvalue
     assert comparison.p_value == pytest.approx(expected)
@@ -270,7 +272,7 @@ def test_comparisons_are_paired_by_seed_and_corrected_within_the_table():
     assert comparison.values == pytest.approx(differences)
     assert comparison.difference.mean == pytest.approx(differences.mean())
     assert comparison.difference.half_width == pytest.approx(stats.t.ppf(0.975, 4) * stats.sem(differences))
-    assert [v.held for v in findings.verdicts] == ["held", "held"]
+    assert [v.status for v in findings.verdicts] == ["reproduced", "reproduced"]
 
 
 def test_verdicts_go_by_holms_p_over_the_whole_table():
@@ -285,15 +287,15 @@ def test_verdicts_go_by_holms_p_over_the_whole_table():
         shift = stats.t.isf(p / 2, 4) * stats.sem(spread)
         return 0.1, 0.2 + (spread[job.seed] - shift if job.experiment.optim.rho else 0.0)
 
-    contests = [
-        replace(contest(ONE_SGD, ONE_SAM, column=str(size)), start=replace(START, data=Data(train_size=size)))
+    conditions = [
+        replace(condition(ONE_SGD, ONE_SAM, column=str(size)), start=replace(START, data=Data(train_size=size)))
         for size in (40, 30)
     ]
-    findings = found(ending, contests)
+    findings = found(ending, conditions)
     compared = [c for table in findings.tables for row in table.rows for c in row if isinstance(c, Comparison)]
     assert [c.p_value for c in compared] == pytest.approx([0.04, 0.03])
     assert [c.p_holm for c in compared] == pytest.approx([0.06, 0.06])
-    assert [v.held for v in findings.verdicts] == ["no difference shown", "no difference shown"]
+    assert [v.status for v in findings.verdicts] == ["inconclusive", "inconclusive"]
 
 
 def test_each_metric_has_its_own_claims_and_its_own_better_baseline():
@@ -306,8 +308,8 @@ def test_each_metric_has_its_own_claims_and_its_own_better_baseline():
         return {"test_error": 0.3 if longer else 0.2, "test_top5_error": 0.04 if longer else 0.05, "train_error": 0.0}
 
     claimed = {("SAM", "test_error"): Claimed.read("20.9"), ("SAM", "test_top5_error"): Claimed.read("5.3")}
-    methods = (*baselines(as_it_is), replace(SAM, candidates=with_rho((0.1,))))
-    findings = found(ending, [contest(*methods, claimed=claimed)], metrics=("test_error", "test_top5_error"))
+    methods = (*baselines(no_tuning), replace(SAM, candidates=with_rho((0.1,))))
+    findings = found(ending, [condition(*methods, claimed=claimed)], metrics=("test_error", "test_top5_error"))
     top1, first, top5, second, training = findings.tables
     assert [t.rows[0][-1].claimed for t in (top1, top5, training)] == ["20.9", "5.3", None]
     assert [t.rows[0][-1].name for t in (first, second)] == ["SAM - SGD", "SAM - SGD, twice the epochs"]
@@ -315,9 +317,9 @@ def test_each_metric_has_its_own_claims_and_its_own_better_baseline():
 
 
 def test_a_smoke_test_judges_nothing_and_one_replica_compares_nothing():
-    contests = [contest(ONE_SGD, ONE_SAM)]
-    assert [v.held for v in found(clear_difference, contests, scale="smoke").verdicts] == ["not tested"]
-    one = findings_of(*hold_contests(contests, Invented(clear_difference), "item", seeds=(0,)))
+    conditions = [condition(ONE_SGD, ONE_SAM)]
+    assert [v.status for v in found(clear_difference, conditions, scale="smoke").verdicts] == ["not tested"]
+    one = findings_of(*run_conditions(conditions, Invented(clear_difference), "item", seeds=(0,)))
     assert not one.verdicts
     assert not [c for table in one.tables for row in table.rows for c in row if isinstance(c, Comparison)]
 
@@ -330,14 +332,14 @@ def test_verdicts_say_held_did_not_hold_or_nothing_shown():
     def noise(job):
         return 0.1, (0.2, 0.3, 0.25, 0.2, 0.3)[job.seed - (1 if job.experiment.optim.rho else 0)]
 
-    assert [v.held for v in found(swapped, [contest(ONE_SGD, ONE_SAM)]).verdicts] == ["did not hold"]
-    assert [v.held for v in found(noise, [contest(ONE_SGD, ONE_SAM)]).verdicts] == ["no difference shown"]
+    assert [v.status for v in found(swapped, [condition(ONE_SGD, ONE_SAM)]).verdicts] == ["not reproduced"]
+    assert [v.status for v in found(noise, [condition(ONE_SGD, ONE_SAM)]).verdicts] == ["inconclusive"]
 
 
 def test_accuracies_are_shown_where_the_paper_shows_them_and_literature_is_only_cited():
     cited = {"Others (2019)": {"data": Cell(claimed="94.0"), "not run": Cell(claimed="90.0")}}
     layout = {"layout": "methods in rows", "accuracy": True, "literature": cited}
-    table, _, training = found(clear_difference, [contest(ONE_SGD, ONE_SAM)], **layout).tables
+    table, _, training = found(clear_difference, [condition(ONE_SGD, ONE_SAM)], **layout).tables
     assert [row[0] for row in table.rows] == ["Others (2019)", "SGD", "SAM"]
     assert [row[0] for row in training.rows] == ["SGD", "SAM"]  # who is cited says nothing of these
     assert table.rows[2][1].measured.mean == pytest.approx(100 - 100 * np.mean(SAM_ERRORS))
@@ -347,21 +349,21 @@ def test_accuracies_are_shown_where_the_paper_shows_them_and_literature_is_only_
 
 
 def test_nothing_run_gives_an_honest_empty_page():
-    findings = found(lambda job: None, [contest(SGD, LONGER, SAM)])
+    findings = found(lambda job: None, [condition(SGD, LONGER, SAM)])
     assert findings.num_missing > 0
     assert findings.runs == []
-    assert all(v.held == "not tested" for v in findings.verdicts)
+    assert all(v.status == "not tested" for v in findings.verdicts)
     assert all(c.measured is None for row in findings.tables[0].rows for c in row if isinstance(c, Cell))
 
 
 def test_the_validation_errors_that_chose_are_shown():
-    findings = found(by_validation, [contest(SGD, LONGER, SAM)])
+    findings = found(by_validation, [condition(SGD, LONGER, SAM)])
     table = next(t for t in findings.tables if "chosen" in t.title)
     assert len(table.rows) == 7
     chosen = [row for row in table.rows if row[-1] == "chosen"]
     assert [row[2] for row in chosen] == ["lr 0.2, decay 0.001", "lr 0.2, decay 0.001, rho 0.1"]
     assert [row[3].values for row in chosen] == [pytest.approx((15.0,)), pytest.approx((12.0,))]
-    assert all(len(row[3].runs) == 1 and row[3].runs[0].endswith(f"seed{CHOOSING_SEED}") for row in table.rows)
+    assert all(len(row[3].runs) == 1 and row[3].runs[0].endswith(f"seed{TUNING_SEED}") for row in table.rows)
     assert len({row[3].runs for row in table.rows}) == 7
     assert [h.value for h in findings.hyperparameters if h.source == "validation"] == [row[2] for row in chosen]
 
@@ -374,7 +376,9 @@ def test_error_reduction_is_against_the_better_baseline_and_of_sam_alone():
             return 0.1, 0.22  # the control is no baseline of the paper's
         return 0.1, 0.25 if job.experiment.epochs == 8 else 0.4
 
-    entries, _ = hold_contests([contest(*baselines(as_it_is), *sam_and_small_m((0.1,), 10))], Invented(ending), "item")
+    entries, _ = run_conditions(
+        [condition(*baselines(no_tuning), *sam_and_small_m((0.1,), 10))], Invented(ending), "item"
+    )
     assert _reductions(entries) == pytest.approx({("net, data", "SAM"): 20.0, ("net, data", "SAM, m = 10"): 20.0})
 
 
@@ -384,15 +388,15 @@ def test_error_reduction_waits_for_all_replicas_of_both_sides(lost):
         name = job.experiment.name.rpartition("/")[2]
         return None if name == lost and job.seed == 3 else clear_difference(job)
 
-    methods = (*baselines(as_it_is), replace(SAM, candidates=with_rho((0.1,))))
-    entries, _ = hold_contests([contest(*methods)], Invented(ending), "item")
+    methods = (*baselines(no_tuning), replace(SAM, candidates=with_rho((0.1,))))
+    entries, _ = run_conditions([condition(*methods)], Invented(ending), "item")
     assert _reductions(entries) == {}
 
 
 def test_by_micro_batches_every_method_has_that_m():
     methods = by_micro_batches(with_rates((0.1, 0.2), (1e-4, 1e-3)), (0.05, 0.1), 10)
     lab = Invented(by_validation)
-    entries, _ = hold_contests([contest(*methods)], lab, "item")
+    entries, _ = run_conditions([condition(*methods)], lab, "item")
     assert {job.experiment.optim.m for _, jobs in lab.asked for job in jobs} == {10}
     assert {e.method.name: (e.chosen.optim.rho, e.chosen.epochs) for e in entries} == {
         "SGD, m = 10": (0.0, 4),
@@ -404,7 +408,7 @@ def test_by_micro_batches_every_method_has_that_m():
 
 
 def test_table_1_on_a_laptop_has_every_m_once_and_else_the_papers_share_of_a_batch():
-    first, *others = table1_contests("laptop")
+    first, *others = table1_conditions("laptop")
     assert [m.name for m in first.methods] == [
         *("SGD", "SGD, twice the epochs", "SGD, m = 16", "SAM", "SAM, m = 16"),
     ]

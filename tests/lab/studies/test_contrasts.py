@@ -11,7 +11,7 @@ from flatmin.lab.runs.directory import Result
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
 from flatmin.lab.studies.contrasts import Contrast, along_training, comparisons, judge, metric_by_seed, number_cell
 from flatmin.lab.sweeps.jobs import Job, Measurement, Outcome
-from flatmin.lab.sweeps.runners import Notebook
+from flatmin.lab.sweeps.runners import RecordingRunner
 
 EXPERIMENT = Experiment(data=Data(train_size=50), model=Model(name="cnn-2"), optim=Optim(), epochs=2)
 SHARPNESS = Measurement(kind="sharpness")
@@ -58,21 +58,21 @@ def test_pairs_are_those_of_the_seeds_that_both_have():
 @pytest.mark.parametrize(
     ("contrasts", "held"),
     [
-        ([with_p(0.04)], "held"),
-        ([with_p(0.06)], "no difference shown"),
-        ([with_p(0.04, sign=1)], "did not hold"),
-        ([with_p(0.01), with_p(0.04)], "held"),
+        ([with_p(0.04)], "reproduced"),
+        ([with_p(0.06)], "inconclusive"),
+        ([with_p(0.04, sign=1)], "not reproduced"),
+        ([with_p(0.01), with_p(0.04)], "reproduced"),
         # Holm makes 0.06 of both.
-        ([with_p(0.03), with_p(0.04)], "no difference shown"),
-        ([with_p(0.001), with_p(0.5)], "no difference shown"),
-        ([with_p(0.001), with_p(0.001, sign=1)], "did not hold"),
+        ([with_p(0.03), with_p(0.04)], "inconclusive"),
+        ([with_p(0.001), with_p(0.5)], "inconclusive"),
+        ([with_p(0.001), with_p(0.001, sign=1)], "not reproduced"),
         ([with_p(0.001), ONE_PAIR], "not tested"),
-        ([with_p(0.001, sign=1), ONE_PAIR], "did not hold"),
+        ([with_p(0.001, sign=1), ONE_PAIR], "not reproduced"),
         ([], "not tested"),
     ],
 )
 def test_a_claim_holds_where_all_its_contrasts_do_after_holms_correction(contrasts, held):
-    assert judge("It is lower.", contrasts).held == held
+    assert judge("It is lower.", contrasts).status == held
 
 
 def test_comparisons_are_corrected_together():
@@ -105,15 +105,15 @@ def test_curves_are_means_over_replicas_in_percent():
 
 def test_a_run_is_missing_until_it_is_measured_in_full():
     unmeasured = [outcome(seed, measured=False) for seed in (1, 2)]
-    diverged = Outcome(job=outcome(3).job, problem="diverged")
+    diverged = Outcome(job=outcome(3).job, failure="diverged")
     found = [outcome(0), *unmeasured, diverged, outcome(4, None)]
 
     class Lab:
         def outcomes(self, jobs, what):
             return found
 
-    notebook = Notebook(Lab())
-    assert notebook.outcomes([one.job for one in found], "") == found
-    assert notebook.num_missing == 3
-    assert notebook.runs == tuple(one.job.name for one in found)
-    assert notebook.notes == (f"{diverged.job.name} came to nothing: diverged",)
+    recorder = RecordingRunner(Lab())
+    assert recorder.outcomes([one.job for one in found], "") == found
+    assert recorder.num_missing == 3
+    assert recorder.runs == tuple(one.job.name for one in found)
+    assert recorder.notes == (f"{diverged.job.name} came to nothing: diverged",)

@@ -69,7 +69,7 @@ def test_a_node_that_is_killed_costs_only_what_its_job_did_since_its_checkpoint(
     thread.start()
     outcomes = sweep(jobs, runs=runs, engine="ray", address=cluster.address, checkpoint_seconds=0.05)
     thread.join()
-    assert [o.problem for o in outcomes] == [None] * 6
+    assert [o.failure for o in outcomes] == [None] * 6
     assert all(o.complete for o in outcomes)
     assert 2 <= len(finished) < 6
     assert {path: path.stat().st_mtime_ns for path in finished} == finished

@@ -9,18 +9,18 @@ from flatmin.lab.errors import DataError, InterruptedRun, StorageError
 from flatmin.lab.sweeps import scheduler as sweep_schedule
 from flatmin.lab.sweeps.jobs import Job
 from flatmin.lab.sweeps.progress import SweepProgress
-from flatmin.lab.sweeps.run_job import Ending
-from flatmin.lab.sweeps.scheduler import Schedule
+from flatmin.lab.sweeps.run_job import JobStatus
+from flatmin.lab.sweeps.scheduler import JobScheduler
 from flatmin.lab.training.session import Interruption
 from sweep_process import tiny
 
-DIED = Ending(kind="died", message="Its process was killed.")
+DIED = JobStatus(kind="died", message="Its process was killed.")
 
 
 class OneAfterTheOther:
     """A pool without processes, in which a job ends when it is asked for endings; notes what ran beside what."""
 
-    def __init__(self, size, ending=lambda name: Ending(kind="done")):
+    def __init__(self, size, ending=lambda name: JobStatus(kind="done")):
         self.size, self.ending, self.running, self.beside, self.order = size, ending, [], [], []
 
     def num_free(self):
@@ -30,7 +30,7 @@ class OneAfterTheOther:
         self.running.append(job.name)
         self.order.append(job.name)
 
-    def ended(self, seconds):
+    def poll(self, seconds):
         self.beside.append(set(self.running))
         return [(name := self.running.pop(0), self.ending(name))] if self.running else []
 
@@ -38,7 +38,7 @@ class OneAfterTheOther:
 def run_in_order(jobs, tmp_path, size):
     by_name = {job.name: job for job in jobs}
     pool = OneAfterTheOther(size)
-    Schedule(by_name, pool, SweepProgress(by_name, tmp_path, None, ""), attempts=1).run(Interruption())
+    JobScheduler(by_name, pool, SweepProgress(by_name, tmp_path, None, ""), attempts=1).run(Interruption())
     assert sorted(pool.order) == sorted(by_name)
     return pool
 
@@ -79,8 +79,8 @@ class WaitsForTheStop(OneAfterTheOther):
         if self.num_free() == 0:
             self.interruption.signal_number = signal.SIGTERM
 
-    def ended(self, seconds):
-        return super().ended(seconds) if self.asked_to_stop else []
+    def poll(self, seconds):
+        return super().poll(seconds) if self.asked_to_stop else []
 
     def stop(self):
         self.asked_to_stop = True
@@ -90,14 +90,14 @@ def stop_while_running(endings, tmp_path):
     """Stop a sweep whose jobs then end so, one for each ending; return what it raised and said, and their names."""
     jobs = {job.name: job for job in (Job(experiment=tiny(), seed=seed) for seed in range(len(endings)))}
     pool, console = WaitsForTheStop(dict(zip(jobs, endings, strict=True))), Console(record=True, width=200)
-    schedule = Schedule(jobs, pool, SweepProgress(jobs, tmp_path, console, ""), attempts=3)
+    schedule = JobScheduler(jobs, pool, SweepProgress(jobs, tmp_path, console, ""), attempts=3)
     with pytest.raises((InterruptedRun, StorageError)) as caught:
         schedule.run(pool.interruption)
     return caught.value, console.export_text(), list(jobs)
 
 
 def test_a_signal_that_lets_all_save_says_so(tmp_path):
-    endings = [Ending(kind="stopped"), Ending(kind="done"), Ending(kind="busy", message="somebody else's")]
+    endings = [JobStatus(kind="stopped"), JobStatus(kind="done"), JobStatus(kind="busy", message="somebody else's")]
     error, _, _ = stop_while_running(endings, tmp_path)
     assert isinstance(error, InterruptedRun)
     assert error.signal_number == signal.SIGTERM
@@ -107,9 +107,9 @@ def test_a_signal_that_lets_all_save_says_so(tmp_path):
 def test_a_mistake_that_shows_while_stopping_is_raised(tmp_path):
     full, unreadable = StorageError("The disk is full."), DataError("An image is damaged.")
     endings = [
-        Ending(kind="stopped"),
-        Ending(kind="mistake", message=str(full), error=full),
-        Ending(kind="mistake", message=str(unreadable), error=unreadable),
+        JobStatus(kind="stopped"),
+        JobStatus(kind="mistake", message=str(full), error=full),
+        JobStatus(kind="mistake", message=str(unreadable), error=unreadable),
         DIED,
     ]
     error, said, names = stop_while_running(endings, tmp_path)
@@ -118,9 +118,9 @@ def test_a_mistake_that_shows_while_stopping_is_raised(tmp_path):
     assert f"{names[3]}: Its process was killed." in said
 
 
-@pytest.mark.parametrize("ending", [DIED, Ending(kind="failed", message="OSError: nothing was written")])
+@pytest.mark.parametrize("ending", [DIED, JobStatus(kind="failed", message="OSError: nothing was written")])
 def test_a_job_that_could_not_save_when_it_was_stopped_is_named(ending, tmp_path):
-    error, _, names = stop_while_running([Ending(kind="stopped"), ending], tmp_path)
+    error, _, names = stop_while_running([JobStatus(kind="stopped"), ending], tmp_path)
     assert isinstance(error, InterruptedRun)
     assert "2 of 2 runs are left" in str(error)
     assert "Everything is saved" not in str(error)
@@ -130,17 +130,17 @@ def test_a_job_that_could_not_save_when_it_was_stopped_is_named(ending, tmp_path
 
 
 def starts_until_the_end(job, ground_gained, tmp_path, attempts=3):
-    """Let a job die once for each way of gaining ground, then end well; return how often it began, and the failures."""
+    """Let a job die once for each way of gaining progress, then end well; say how often it began, and the failures."""
     left = list(ground_gained)
 
     def ending(name):
         if not left:
-            return Ending(kind="done")
+            return JobStatus(kind="done")
         left.pop(0)()
         return DIED
 
     pool = OneAfterTheOther(1, ending)
-    failures = Schedule({job.name: job}, pool, SweepProgress({job.name: job}, tmp_path, None, ""), attempts).run(
+    failures = JobScheduler({job.name: job}, pool, SweepProgress({job.name: job}, tmp_path, None, ""), attempts).run(
         Interruption()
     )
     return len(pool.order), failures
@@ -170,21 +170,24 @@ def writes(path, text):
 
 def test_a_job_that_dies_goes_on_as_long_as_it_gains_ground(tmp_path):
     job = Job(experiment=tiny())
-    ground = [saves(tmp_path / job.name, step) for step in range(1, 11)]
-    assert starts_until_the_end(job, ground, tmp_path) == (11, {})
+    progress_now = [saves(tmp_path / job.name, step) for step in range(1, 11)]
+    assert starts_until_the_end(job, progress_now, tmp_path) == (11, {})
 
 
 def test_a_job_that_dies_without_gaining_ground_is_given_up(tmp_path):
     """The first checkpoint is that of step 0: it gains nothing."""
     job = Job(experiment=tiny())
-    ground = [saves(tmp_path / job.name, 0)] * 10
-    assert starts_until_the_end(job, ground, tmp_path) == (3, {job.name: "Its process was killed. (attempt 3 of 3)"})
+    progress_now = [saves(tmp_path / job.name, 0)] * 10
+    assert starts_until_the_end(job, progress_now, tmp_path) == (
+        3,
+        {job.name: "Its process was killed. (attempt 3 of 3)"},
+    )
 
 
 def test_ground_that_was_gained_gives_a_job_all_its_attempts_again(tmp_path):
     job = Job(experiment=tiny())
-    ground = [saves(tmp_path / job.name, step) for step in (0, 0, 5, 5, 5, 5, 5)]
-    num_starts, failures = starts_until_the_end(job, ground, tmp_path)
+    progress_now = [saves(tmp_path / job.name, step) for step in (0, 0, 5, 5, 5, 5, 5)]
+    num_starts, failures = starts_until_the_end(job, progress_now, tmp_path)
     assert num_starts == 6
     assert list(failures) == [job.name]
 
@@ -198,9 +201,9 @@ def test_what_an_earlier_sweep_had_saved_is_no_ground_gained(tmp_path):
 def test_measurements_and_points_of_a_landscape_are_ground_as_well(tmp_path):
     job = Job(experiment=tiny())
     measures = tmp_path / job.name / "measures"
-    ground = [writes(measures / f"sharpness-{i}.json", "{}") for i in range(4)]
-    ground += [writes(measures / "landscape-0.cache", "[0, 0]\n")] * 4
-    assert starts_until_the_end(job, ground, tmp_path) == (9, {})
+    progress_now = [writes(measures / f"sharpness-{i}.json", "{}") for i in range(4)]
+    progress_now += [writes(measures / "landscape-0.cache", "[0, 0]\n")] * 4
+    assert starts_until_the_end(job, progress_now, tmp_path) == (9, {})
 
 
 def test_a_first_stage_that_gets_further_is_ground_as_well(tmp_path):

@@ -26,9 +26,9 @@ from flatmin.lab.sweeps import sweep as sweep_module
 from flatmin.lab.sweeps.jobs import Job, Measurement, read_outcome
 from flatmin.lab.sweeps.local_pool import LocalPool, Shares, machine_shares
 from flatmin.lab.sweeps.progress import SweepProgress
-from flatmin.lab.sweeps.run_job import Ending, describe_death
-from flatmin.lab.sweeps.runners import Archive
-from flatmin.lab.sweeps.scheduler import Schedule
+from flatmin.lab.sweeps.run_job import JobStatus, describe_death
+from flatmin.lab.sweeps.runners import ReadOnlyRunner
+from flatmin.lab.sweeps.scheduler import JobScheduler
 from flatmin.lab.sweeps.sweep import Sweeper, run_job, sweep
 from flatmin.lab.training.engine import train
 from flatmin.lab.training.session import Interruption
@@ -95,7 +95,7 @@ def test_forty_runs_that_were_killed_go_on_without_repeating_one(tmp_path):
     assert f"[{len(finished) + 1}/40]" in output
     assert {path: path.stat().st_mtime_ns for path in finished} == finished
     assert all(len(json.loads((p.parent / "environment.json").read_text())["sessions"]) == 1 for p in finished)
-    assert all(outcome.complete for outcome in Archive(runs).outcomes(jobs, ""))
+    assert all(outcome.complete for outcome in ReadOnlyRunner(runs).outcomes(jobs, ""))
     for job in jobs:
         assert metrics_of(runs, job) == undisturbed(job, tmp_path / "whole"), job.name
 
@@ -151,7 +151,7 @@ def test_a_process_that_dies_costs_no_more_than_the_time_since_its_checkpoint(tm
     (outcome,) = sweep([job], runs=tmp_path / "runs", processes=1, checkpoint_seconds=0.02)
     thread.join()
     assert outcome.complete
-    assert outcome.problem is None
+    assert outcome.failure is None
     assert len(sessions(tmp_path / "runs", job)) == 2
     assert metrics_of(tmp_path / "runs", job) == undisturbed(job, tmp_path / "whole")
     speed = (tmp_path / "runs" / job.name / "speed.jsonl").read_text().splitlines()
@@ -164,12 +164,12 @@ def test_a_job_that_fails_is_tried_again_and_then_is_a_problem_that_is_not_kept(
     console = Console(record=True, width=200)
     with Sweeper(runs=tmp_path, processes=1, attempts=2, console=console) as sweeper:
         outcomes = sweeper.outcomes(jobs, "")
-        assert [o.problem for o in outcomes] == ["ValueError: not yet (attempt 2 of 2)"] * 2
+        assert [o.failure for o in outcomes] == ["ValueError: not yet (attempt 2 of 2)"] * 2
         text = console.export_text()
         assert "2 of 2 runs came to nothing" in text
         assert "The same command tries it again" in text
         assert not read_outcome(jobs[0], tmp_path).complete
-        assert all(o.result is not None and o.problem is None for o in sweeper.outcomes(jobs, ""))
+        assert all(o.result is not None and o.failure is None for o in sweeper.outcomes(jobs, ""))
     assert (tmp_path / f"{jobs[0].name}.attempts").read_text() == "xxx"
 
 
@@ -177,14 +177,14 @@ def test_a_run_that_diverges_stops_no_other_and_is_repeated_only_without_its_pro
     jobs = [Job(experiment=tiny(lr=1e18, epochs=2)), Job(experiment=tiny())]
     with Sweeper(runs=tmp_path, processes=1) as sweeper:
         bad, good = sweeper.outcomes(jobs, "")
-        assert "The loss is no number any more" in bad.problem
+        assert "The loss is no number any more" in bad.failure
         assert bad.result is None
         assert good.result is not None
-        assert good.problem is None
-        assert sweeper.outcomes(jobs, "")[0].problem == bad.problem
+        assert good.failure is None
+        assert sweeper.outcomes(jobs, "")[0].failure == bad.failure
         assert len(sessions(tmp_path, jobs[0])) == 1
         (tmp_path / jobs[0].name / "problem.json").unlink()
-        assert sweeper.outcomes(jobs, "")[0].problem == bad.problem
+        assert sweeper.outcomes(jobs, "")[0].failure == bad.failure
     assert len(sessions(tmp_path, jobs[0])) == 2
     assert capfd.readouterr() == ("", "")  # without a console nothing is said
 
@@ -310,16 +310,16 @@ def test_a_process_that_is_killed_while_it_was_to_save_has_not_stopped_but_died(
         wait_for((tmp_path / "began").exists)
         pool.stop()
         pool.slots[0].process.kill()
-        ((name, ending),) = wait_for(lambda: pool.ended(0.1))
+        ((name, ending),) = wait_for(lambda: pool.poll(0.1))
     assert name == job.name
-    assert ending == Ending(kind="died", message=describe_death(-signal.SIGKILL))
+    assert ending == JobStatus(kind="died", message=describe_death(-signal.SIGKILL))
 
 
 def test_a_process_that_is_stopped_before_it_has_begun_has_nothing_to_save(tmp_path):
     with LocalPool(partial(sweep_process.does_not_stop, folder=tmp_path), Shares(threads=1, gpus=(None,))) as pool:
         pool.start(Job(experiment=tiny()))
         pool.stop()
-        ((_, ending),) = wait_for(lambda: pool.ended(0.1))
+        ((_, ending),) = wait_for(lambda: pool.poll(0.1))
     assert ending.kind == "stopped"
 
 
@@ -328,7 +328,7 @@ def test_a_stop_is_not_taken_for_an_error_that_a_library_handles(tmp_path):
         pool.start(Job(experiment=tiny()))
         wait_for((tmp_path / "began").exists)
         pool.stop()
-        ((_, ending),) = wait_for(lambda: pool.ended(0.1))
+        ((_, ending),) = wait_for(lambda: pool.poll(0.1))
     assert ending.kind == "stopped"
 
 
@@ -338,14 +338,14 @@ class Unreadable:
 
 
 def test_processes_that_cannot_begin_are_not_started_for_ever(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(sweep_local, "MAX_STILLBIRTHS", 1)
+    monkeypatch.setattr(sweep_local, "MAX_FAILED_STARTS", 1)
     job = Job(experiment=tiny())
     progress = SweepProgress({job.name: job}, tmp_path, None, "")
     with (
         LocalPool(Unreadable(), Shares(threads=1, gpus=(None,))) as pool,
         pytest.raises(RunError, match="if __name__ == "),
     ):
-        Schedule({job.name: job}, pool, progress, attempts=5).run(Interruption())
+        JobScheduler({job.name: job}, pool, progress, attempts=5).run(Interruption())
 
 
 def test_the_table_shows_replicas_epochs_failures_and_the_time_left(tmp_path, monkeypatch):

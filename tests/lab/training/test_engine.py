@@ -35,7 +35,7 @@ class CrashError(Exception):
 
 
 class CrashAt:
-    """A listener that ends the session at a step."""
+    """A callback that ends the session at a step."""
 
     def __init__(self, step):
         self.step = step
@@ -88,7 +88,7 @@ def test_a_run_that_crashed_in_the_middle_of_epochs_ends_bit_identical(experimen
     for crash in (1, 4, 5):
         # Saved after every step, crashed after the second one of this session.
         with pytest.raises(CrashError):
-            train(experiment, seed=3, runs=tmp_path / "broken", listener=CrashAt(crash + 1), checkpoint_seconds=0)
+            train(experiment, seed=3, runs=tmp_path / "broken", callback=CrashAt(crash + 1), checkpoint_seconds=0)
     resumed = train(experiment, seed=3, runs=tmp_path / "broken")
     assert_bit_identical(whole, resumed)
 
@@ -97,7 +97,7 @@ def test_checkpoints_that_are_rare_change_nothing(tmp_path):
     experiment = small(epochs=3, optim=Optim(rho=0.1))
     often = train(experiment, runs=tmp_path / "often", checkpoint_seconds=0)
     with pytest.raises(CrashError):
-        train(experiment, runs=tmp_path / "rare", listener=CrashAt(7), checkpoint_seconds=1e9)
+        train(experiment, runs=tmp_path / "rare", callback=CrashAt(7), checkpoint_seconds=1e9)
     assert_bit_identical(often, train(experiment, runs=tmp_path / "rare"))
 
 
@@ -231,7 +231,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_last_good_checkpoi
 def test_a_damaged_checkpoint_costs_only_the_time_since_the_one_before(tmp_path):
     whole = train(small(), runs=tmp_path / "whole")
     with pytest.raises(CrashError):
-        train(small(), runs=tmp_path / "broken", listener=CrashAt(5), checkpoint_seconds=0)
+        train(small(), runs=tmp_path / "broken", callback=CrashAt(5), checkpoint_seconds=0)
     folder = tmp_path / "broken" / small().run_name(0) / "checkpoints"
     latest = checkpoints(folder)[0]
     latest.write_bytes(latest.read_bytes()[:-1])
@@ -284,7 +284,7 @@ def test_a_batch_smaller_than_the_number_of_workers_is_refused(tmp_path, monkeyp
 
     experiment = small(data=Data(train_size=60, batch_size=2))
     monkeypatch.setattr(engine, "Stepper", lambda *a: None)
-    monkeypatch.setattr(Workers, "wait", lambda self: None)
+    monkeypatch.setattr(Workers, "barrier", lambda self: None)
     with pytest.raises(RunError, match="A batch of 2 examples cannot be divided among 3 workers"):
         _Run(experiment, 0, RunDirectory(experiment, 0, tmp_path), Workers(count=3, device=CPU), None)
 
@@ -338,7 +338,7 @@ def test_bfloat16_trains_and_resumes_exactly_too(tmp_path):
     whole = train(experiment, runs=tmp_path / "whole")
     assert all(t.dtype in (torch.float32, torch.int64) for t in final_state(whole)["model"].values())
     with pytest.raises(CrashError):
-        train(experiment, runs=tmp_path / "broken", listener=CrashAt(4), checkpoint_seconds=0)
+        train(experiment, runs=tmp_path / "broken", callback=CrashAt(4), checkpoint_seconds=0)
     assert_bit_identical(whole, train(experiment, runs=tmp_path / "broken"))
 
 

@@ -174,7 +174,7 @@ def test_m_gives_each_micro_batch_its_own_eps_and_averages_statistics_from_the_s
 
 
 @pytest.mark.parametrize("network", ["cnn-4", "wrn-10-1"])
-def test_m_without_sam_normalises_by_micro_batch_and_averages_gradients_and_statistics(network):
+def test_m_without_sam_normalizes_by_micro_batch_and_averages_gradients_and_statistics(network):
     stepper, reference = a_stepper(network, m=5, momentum=0.9, nesterov=False, weight_decay=0.01, decay="loss")
     batch = a_batch(12)
     take(stepper, [batch])

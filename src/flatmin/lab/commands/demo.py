@@ -19,7 +19,7 @@ from flatmin.lab.demo.study import (
     demo_experiments,
     demo_settings,
     run_one,
-    summarise,
+    summarize,
     verdict,
 )
 from flatmin.lab.spec.experiment import Experiment
@@ -43,7 +43,7 @@ class Demo:
             for (noise, method), experiment in demo_experiments(seed).items()
         ]
         found = self._trained(jobs, console)
-        rows = summarise(found)
+        rows = summarize(found)
         table = Table(title="500 digits, mean of 3 seeds with 95 % confidence intervals", title_justify="left")
         for column in ("wrong labels", "method", "test error %", "train error %", "m-sharpness", "lambda_max"):
             table.add_column(column)

@@ -8,7 +8,7 @@ import tyro
 from rich.console import Console
 
 from flatmin.lab.commands.console import last_metrics, metric, run_directories, table, where_runs_are
-from flatmin.lab.errors import DamagedError, RunError
+from flatmin.lab.errors import CorruptFileError, RunError
 from flatmin.lab.foret2021.items import ITEMS
 from flatmin.lab.runs.directory import is_finished, read_result, read_spec
 from flatmin.lab.spec.datasets import DATASETS
@@ -58,6 +58,6 @@ def _row(path: Path) -> tuple[str, ...]:
         else:
             read_spec(path)
             time, metrics = "unfinished", last_metrics(path)
-    except DamagedError as error:
+    except CorruptFileError as error:
         time, metrics = f"damaged: {error.path.name}", {}
     return (path.name, *(metric(name, metrics.get(name)) for name in ("epoch", "train_error", "test_error")), time)

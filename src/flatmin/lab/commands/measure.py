@@ -16,13 +16,13 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from flatmin.lab.commands.console import find_run, number, table
 from flatmin.lab.commands.progress import write_event
 from flatmin.lab.errors import RunError, SpecError
-from flatmin.lab.sweeps.jobs import Facts, MeasurementKind
+from flatmin.lab.sweeps.jobs import MeasurementKind, MeasurementResult
 
 SHOWN_LISTS = ("eigenvalues", "residuals")  # the others are curves and grids, which only the files have
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasureCommand:
     """What all measures have in common."""
 
     kind: ClassVar[MeasurementKind]
@@ -72,9 +72,9 @@ class Measured:
         files = sorted(file.name for file in target.parent.glob(f"{target.name}.*") if file.suffix != ".cache")
         console.print(table(f"{path}/measures", ("what", "value"), [*rows, ("files", "\n".join(files))]))
 
-    def _settings(self) -> Facts:
+    def _settings(self) -> MeasurementResult:
         """Return what the measure itself is given."""
-        common = {field.name for field in dataclasses.fields(Measured)} - {"num_examples"}
+        common = {field.name for field in dataclasses.fields(MeasureCommand)} - {"num_examples"}
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in common}
 
     def _hash(self, checksum: str) -> str:
@@ -100,7 +100,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class MeasureSharpness(Measured):
+class MeasureSharpness(MeasureCommand):
     """m-sharpness: how far the loss rises within rho, on subsets of m examples (Section 4.1)."""
 
     kind = "sharpness"
@@ -121,7 +121,7 @@ class MeasureSharpness(Measured):
 
 
 @dataclass(frozen=True)
-class MeasureSpectrum(Measured):
+class MeasureSpectrum(MeasureCommand):
     """The Hessian's largest eigenvalues and spectral density (Section 4.2)."""
 
     kind = "spectrum"
@@ -140,8 +140,8 @@ class MeasureSpectrum(Measured):
 
 
 @dataclass(frozen=True)
-class MeasureLandscape(Measured):
-    """The loss on a plane of random, filter-normalised directions (Figure 1)."""
+class MeasureLandscape(MeasureCommand):
+    """The loss on a plane of random, filter-normalized directions (Figure 1)."""
 
     kind = "landscape"
 
@@ -158,7 +158,7 @@ class MeasureLandscape(Measured):
 
 
 @dataclass(frozen=True)
-class MeasureBound(Measured):
+class MeasureBound(MeasureCommand):
     """The PAC-Bayes bound on the error, term by term (Appendix A)."""
 
     kind = "bound"

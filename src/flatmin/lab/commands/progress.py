@@ -11,12 +11,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from flatmin.lab.runs.directory import Metrics
 from flatmin.lab.spec.fields import finite
-from flatmin.lab.training.steps import StepMeasured
+from flatmin.lab.training.steps import StepMetrics
 
 REFRESH_SECONDS = 0.25  # reading a loss waits for the device: not at every step
 
 
-class BarListener:
+class BarCallback:
     """A bar with the time left, loss, error, sharpness and images per second, and a line for each epoch."""
 
     def __init__(self, console: Console) -> None:
@@ -32,7 +32,7 @@ class BarListener:
         self.task = self.bar.add_task("training", total=None, state="")
         self.since, self.num_examples = time.monotonic(), 0
 
-    def __enter__(self) -> "BarListener":
+    def __enter__(self) -> "BarCallback":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -44,7 +44,7 @@ class BarListener:
         self.bar.start()
         self.bar.update(self.task, total=num_steps, completed=step)
 
-    def on_step(self, step: int, num_examples: int, measured: StepMeasured) -> None:
+    def on_step(self, step: int, num_examples: int, measured: StepMetrics) -> None:
         """Move the bar."""
         self.num_examples += num_examples
         seconds = time.monotonic() - self.since
@@ -63,14 +63,14 @@ class BarListener:
         self.console.print(epoch_line(metrics, speed))
 
 
-class JsonListener:
+class JsonCallback:
     """One JSON object a line on standard output, with the key ``event``: start, epoch (result comes at the end)."""
 
     def on_start(self, directory: Path, num_steps: int, step: int) -> None:
         """Write where the run is."""
         write_event("start", {"directory": str(directory), "num_steps": num_steps, "step": step})
 
-    def on_step(self, step: int, num_examples: int, measured: StepMeasured) -> None:
+    def on_step(self, step: int, num_examples: int, measured: StepMetrics) -> None:
         """Write nothing: steps are too many."""
 
     def on_epoch(self, metrics: Metrics, speed: Metrics) -> None:

@@ -14,7 +14,7 @@ from flatmin.lab.foret2021.items import ITEMS
 from flatmin.lab.spec.fields import did_you_mean
 from flatmin.lab.studies.findings import Findings
 from flatmin.lab.studies.item import Item, Scale
-from flatmin.lab.sweeps.runners import Archive
+from flatmin.lab.sweeps.runners import ReadOnlyRunner
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Report:
             found = [describe_runs(self.runs)]
             out = self.out or self.runs / "report"
         else:
-            archive = Archive(self.runs)
+            archive = ReadOnlyRunner(self.runs)
             found = [
                 with_all_missing(item.study(self.scale, archive), item.study, archive)
                 for item in items_named(self.items)
@@ -78,9 +78,9 @@ def write_page(found: Sequence[Findings], runs: Path, out: Path, title: str = ""
 
 def print_verdicts(findings: Findings, console: Console) -> None:
     """Print what an item showed."""
-    from flatmin.lab.report.words import missing_text
+    from flatmin.lab.report.text import missing_text
 
     for verdict in findings.verdicts:
-        console.print(f"  {verdict.held}: {verdict.claim} {verdict.evidence}", highlight=False, markup=False)
+        console.print(f"  {verdict.status}: {verdict.claim} {verdict.evidence}", highlight=False, markup=False)
     if findings.num_missing:
         console.print(f"  {missing_text(findings.num_missing)}", highlight=False)

@@ -16,7 +16,7 @@ from flatmin.lab.foret2021.items import ITEMS
 from flatmin.lab.studies.findings import Findings
 from flatmin.lab.studies.item import Item, Scale
 from flatmin.lab.sweeps.preflight import Inputs
-from flatmin.lab.sweeps.runners import Archive, Laboratory, Restricted, is_meant, label
+from flatmin.lab.sweeps.runners import FilteredRunner, ReadOnlyRunner, Runner, is_meant, label
 from flatmin.lab.training.engine import CHECKPOINT_SECONDS
 
 SHOWN_NAMES = 5
@@ -56,7 +56,7 @@ class Reproduce:
         if not self.items:
             raise SpecError(f"Which table or figure? There are {', '.join(ITEMS)}, and all.")
         chosen = items_named(self.items)
-        archive = Archive(self.runs)
+        archive = ReadOnlyRunner(self.runs)
         skipped = self._cannot_run(chosen, archive)
         _raise_if_none_is_left(chosen, skipped)
         for name, why in skipped.items():
@@ -74,11 +74,11 @@ class Reproduce:
             checkpoint_seconds=self.checkpoint_seconds,
             console=console,
         ) as sweeper:
-            lab: Laboratory = Restricted(sweeper, archive, self.only) if self.only else sweeper
+            runner: Runner = FilteredRunner(sweeper, archive, self.only) if self.only else sweeper
             for item in (item for item in chosen if item.name not in skipped):
                 console.print(f"[bold]{item.source}: {item.title}[/bold] ({item.name}, {self.scale})")
                 try:
-                    findings = item.study(self.scale, lab)
+                    findings = item.study(self.scale, runner)
                 except (DataError, ModelError) as error:  # found, but damaged: the other items may not need it
                     skipped[item.name] = error
                     _raise_if_none_is_left(chosen, skipped)
@@ -89,13 +89,13 @@ class Reproduce:
                 print_verdicts(found[-1], console)
         if page is not None:
             console.print(f"The page: {page}")
-        if isinstance(lab, Restricted) and lab.num_meant == 0 and not skipped:
+        if isinstance(runner, FilteredRunner) and runner.num_meant == 0 and not skipped:
             raise SpecError(self._what_comes_first(chosen, archive))
         if skipped:
             reasons = "\n".join(dict.fromkeys(map(str, skipped.values())))
             raise DataError(f"What {', '.join(skipped)} needed was not there; all else was run.\n{reasons}")
 
-    def _cannot_run(self, chosen: Sequence[Item], archive: Archive) -> dict[str, Exception]:
+    def _cannot_run(self, chosen: Sequence[Item], archive: ReadOnlyRunner) -> dict[str, Exception]:
         """Return why some items cannot be run, by name; before the first one begins, because that may take hours.
 
         Raises:
@@ -123,7 +123,7 @@ class Reproduce:
                 found[name] = kind("\n".join(map(str, problems)))
         return found
 
-    def _what_comes_first(self, chosen: Sequence[Item], archive: Archive) -> str:
+    def _what_comes_first(self, chosen: Sequence[Item], archive: ReadOnlyRunner) -> str:
         """Return why nothing was run though ``only`` means some runs: their settings are to be chosen by others."""
         missing = [label(job) for item in chosen for job in plan(item.study, self.scale, archive).missing.values()]
         names = dict.fromkeys(text.rpartition("/")[0] for text in missing)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
-from flatmin.lab.commands.progress import BarListener, JsonListener, write_event
+from flatmin.lab.commands.progress import BarCallback, JsonCallback, write_event
 from flatmin.lab.runs.directory import Result
 from flatmin.lab.spec.experiment import Experiment
 from flatmin.lab.training.engine import CHECKPOINT_SECONDS, train
@@ -42,10 +42,10 @@ class Train:
         }
         leads = os.environ.get("RANK", "0") == "0"
         if self.output == "bar" and leads:
-            with BarListener(console) as listener:
-                result = train(self.experiment, listener=listener, **keywords)
+            with BarCallback(console) as callback:
+                result = train(self.experiment, callback=callback, **keywords)
         else:
-            result = train(self.experiment, listener=JsonListener() if self.output == "json" else None, **keywords)
+            result = train(self.experiment, callback=JsonCallback() if self.output == "json" else None, **keywords)
         if not leads:
             return
         if self.output == "json":

@@ -1,6 +1,6 @@
 """Augmentation of whole batches, as pure functions of images and keys (seed, epoch, example).
 
-Images are uint8 tensors (N, C, H, W) until `normalise` makes floats of them. What the functions draw depends
+Images are uint8 tensors (N, C, H, W) until `normalize` makes floats of them. What the functions draw depends
 neither on the batch an example is in nor on its place there, so a resumed or re-sharded run sees the same
 images.
 """
@@ -54,7 +54,7 @@ def flip_and_crop(images: Tensor, draw: Draw, padding: int = PADDING) -> Tensor:
     return windows[torch.arange(len(images), device=images.device), :, rows, columns]
 
 
-def normalise(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
+def normalize(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
     """Return uint8 images as float32 with (x / 255 - mean) / std in each channel, channels-last in memory."""
     scale = 1 / (255 * torch.tensor(std, dtype=torch.float64))
     shift = -torch.tensor(mean, dtype=torch.float64) / torch.tensor(std, dtype=torch.float64)
@@ -63,12 +63,12 @@ def normalise(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -
 
 
 def cutout(images: Tensor, draw: Draw, size: int, *, shared: bool = False) -> Tensor:
-    """Replace a square of each normalised image by the mean colour (0), in place (DeVries and Taylor, 2017).
+    """Replace a square of each normalized image by the mean color (0), in place (DeVries and Taylor, 2017).
 
-    The square's centre is uniform over the pixels, so that it may lie partly outside.
+    The square's center is uniform over the pixels, so that it may lie partly outside.
 
     Args:
-        images: normalised, float.
+        images: normalized, float.
         draw: the keys of the images.
         size: side of the square in pixels.
         shared: one place for the whole batch, that of its first image, as in the reference code.
@@ -77,12 +77,12 @@ def cutout(images: Tensor, draw: Draw, size: int, *, shared: bool = False) -> Te
         ``images``.
     """
     height, width = images.shape[-2:]
-    centre_rows = draw.integers(height, Purpose.CUTOUT_ROW)
-    centre_columns = draw.integers(width, Purpose.CUTOUT_COLUMN)
+    center_rows = draw.integers(height, Purpose.CUTOUT_ROW)
+    center_columns = draw.integers(width, Purpose.CUTOUT_COLUMN)
     if shared:
-        centre_rows, centre_columns = (c[:1].expand(len(images)) for c in (centre_rows, centre_columns))
-    inside_rows = _covered(centre_rows, height, size)[:, None, :, None]
-    inside_columns = _covered(centre_columns, width, size)[:, None, None, :]
+        center_rows, center_columns = (c[:1].expand(len(images)) for c in (center_rows, center_columns))
+    inside_rows = _covered(center_rows, height, size)[:, None, :, None]
+    inside_columns = _covered(center_columns, width, size)[:, None, None, :]
     return images.masked_fill_((inside_rows & inside_columns).to(images.device), 0.0)
 
 
@@ -105,7 +105,7 @@ def mixup_weight(alpha: float, seed: int, epoch: int, batch: int) -> float:
     return float(betaincinv(alpha, alpha, uniform(seed, Purpose.MIXUP_WEIGHT, epoch, batch)))
 
 
-def _covered(centres: Tensor, length: int, size: int) -> Tensor:
-    # Pixels centre - size // 2 .. centre - size // 2 + size - 1, as a mask (N, length).
-    offsets = torch.arange(length)[None, :] - (centres[:, None] - size // 2)
+def _covered(centers: Tensor, length: int, size: int) -> Tensor:
+    # Pixels center - size // 2 .. center - size // 2 + size - 1, as a mask (N, length).
+    offsets = torch.arange(length)[None, :] - (centers[:, None] - size // 2)
     return (offsets >= 0) & (offsets < size)

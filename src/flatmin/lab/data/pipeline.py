@@ -141,7 +141,7 @@ class Pipeline:
             )  # needs torchvision, which is slow to import
 
             pixels = auto_augment(pixels, draw, self.info.policy)
-        inputs = augment.normalise(pixels, self.mean, self.std)
+        inputs = augment.normalize(pixels, self.mean, self.std)
         if kind in ("cutout", "autoaugment"):
             inputs = augment.cutout(inputs, draw, self.data.cutout_size, shared=self.data.cutout_shared)
         return augment.resize(inputs, self.data.image_size) if self.data.image_size else inputs

@@ -2,7 +2,7 @@ r"""Random numbers that depend only on what they are for: a seed, an epoch, an e
 
 A generator that is advanced gives different images after a resume or with another number of workers. Here
 each number is a hash of its key, :math:`h_0 = f(seed)`, :math:`h_{i+1} = f(h_i \oplus f(key_i))` with
-SplitMix64's finaliser :math:`f` (Steele et al., 2014), computed for whole arrays of keys at once and the same
+SplitMix64's finalizer :math:`f` (Steele et al., 2014), computed for whole arrays of keys at once and the same
 on every machine and with every version of numpy.
 """
 
@@ -47,9 +47,9 @@ def hashed(seed: int, purpose: Purpose, *keys: Keys) -> NDArray[np.uint64]:
         >>> hashed(0, Purpose.FLIP, 3, np.arange(4)).shape
         (4,)
     """
-    bits = _finalise(np.asarray(seed, dtype=np.uint64))
+    bits = _finalize(np.asarray(seed, dtype=np.uint64))
     for key in (int(purpose), *keys):
-        bits = _finalise(bits ^ _finalise(np.asarray(key).astype(np.uint64)))
+        bits = _finalize(bits ^ _finalize(np.asarray(key).astype(np.uint64)))
     return bits
 
 
@@ -73,7 +73,7 @@ def torch_seed(seed: int, purpose: Purpose, *keys: int) -> int:
     return int(hashed(seed, purpose, *keys) >> np.uint64(1))
 
 
-def _finalise(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _finalize(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
     with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is meant
         bits = bits + np.uint64(0x9E3779B97F4A7C15)
         bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -48,8 +48,8 @@ def write_page(path: Path, rows: "list[Row]", verdicts: list[str], settings: dic
         "<p>Spectral density of the Hessian of the training loss, seed 0.</p>",
         _image(_spectra(rows), "Hessian spectra of SGD and SAM"),
         "<h2>Loss landscapes</h2>",
-        "<p>The training loss on a plane of random, filter-normalised directions through the weights, seed 0; the same "
-        "directions and the same colours for SGD and SAM.</p>",
+        "<p>The training loss on a plane of random, filter-normalized directions through the weights, seed 0; the same "
+        "directions and the same colors for SGD and SAM.</p>",
         _image(_landscapes(rows), "Loss landscapes of SGD and SAM"),
         "<h2>How network, learning rate and rho were chosen</h2>",
         "<p>By the error on held-out validation digits, with other seeds; the test set had no part in it. First "

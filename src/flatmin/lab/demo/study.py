@@ -104,7 +104,7 @@ def run_one(noise: float, method: str, experiment: Experiment, seed: int, runs: 
     return DemoRun(noise=noise, method=method, result=result, **measured)
 
 
-def summarise(runs: Iterable[DemoRun]) -> list[Row]:
+def summarize(runs: Iterable[DemoRun]) -> list[Row]:
     """Return a row for each noise rate and method."""
     rows = []
     runs = list(runs)

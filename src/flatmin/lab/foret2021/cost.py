@@ -15,8 +15,8 @@ from flatmin.lab.spec.experiment import Data, Experiment, Model
 from flatmin.lab.studies.findings import Findings
 from flatmin.lab.studies.item import Scale, Study
 from flatmin.lab.sweeps.jobs import Job
-from flatmin.lab.sweeps.runners import Laboratory, Planner
-from flatmin.lab.training.step_cost import passes_of_a_step
+from flatmin.lab.sweeps.runners import DryRunner, Runner
+from flatmin.lab.training.step_cost import passes_per_step
 
 TRAIN_SIZES = {**FINETUNING_TRAIN_SIZES, "digits": 1_297, "fashion-mnist": 60_000, "svhn": 73_257}
 SVHN_EXTRA = 531_131
@@ -25,12 +25,12 @@ UNIT = Model(name="wrn-10-2")
 UNIT_DATA = "fashion-mnist"
 
 
-def plan(study: Study, scale: Scale, known: Laboratory | None = None) -> Planner:
+def plan(study: Study, scale: Scale, known: Runner | None = None) -> DryRunner:
     """Return what a study asks for, given the runs that are there.
 
     Where a choice is still open, the first candidate stands for the chosen one: as many runs follow from any.
     """
-    planner = Planner(known)
+    planner = DryRunner(known)
     study(scale, planner)
     return planner
 
@@ -40,7 +40,7 @@ def planned_jobs(study: Study, scale: Scale) -> list[Job]:
     return list(plan(study, scale).jobs.values())
 
 
-def with_all_missing(findings: Findings, study: Study, known: Laboratory) -> Findings:
+def with_all_missing(findings: Findings, study: Study, known: Runner) -> Findings:
     """Return findings that count as missing also the runs which follow from choices that are still open.
 
     A study cannot know these runs before the choice is made, and so does not count them by itself.
@@ -113,7 +113,7 @@ def _experiments(jobs: Iterable[Job]) -> list[Experiment]:
 
 
 def _passes(experiment: Experiment) -> int:
-    return experiment.epochs * num_images(experiment) * passes_of_a_step(experiment)
+    return experiment.epochs * num_images(experiment) * passes_per_step(experiment)
 
 
 def num_images(experiment: Experiment) -> int:

@@ -11,7 +11,7 @@ from flatmin.lab.studies.contrasts import verdicts_at
 from flatmin.lab.studies.findings import Findings, Hyperparameter, LineFigure, SurfaceFigure, Table, Verdict
 from flatmin.lab.studies.item import Scale
 from flatmin.lab.sweeps.jobs import Job, Measurement
-from flatmin.lab.sweeps.runners import Notebook
+from flatmin.lab.sweeps.runners import RecordingRunner
 
 LAPTOP_START = LAPTOP["fashion-mnist"]
 LAPTOP_RHO = 0.2
@@ -67,7 +67,7 @@ def findings(
     scale: Scale,
     title: str,
     source: str,
-    notebook: Notebook,
+    recorder: RecordingRunner,
     tables: Sequence[Table] = (),
     figures: Sequence[LineFigure | SurfaceFigure] = (),
     verdicts: Sequence[Verdict] = (),
@@ -75,7 +75,7 @@ def findings(
     notes: Sequence[str] = (),
     about_scale: str | None = None,
 ) -> Findings:
-    """Return findings with the runs that a notebook has noted; at the scale of a smoke test nothing is judged."""
+    """Return findings with the runs that a recorder has noted; at the scale of a smoke test nothing is judged."""
     return Findings(
         item=item,
         scale=scale,
@@ -86,7 +86,7 @@ def findings(
         figures=figures,
         verdicts=verdicts_at(scale, verdicts),
         hyperparameters=hyperparameters,
-        notes=[*notes, *said_in_text(item), *notebook.notes],
-        runs=notebook.runs,
-        num_missing=notebook.num_missing,
+        notes=[*notes, *said_in_text(item), *recorder.notes],
+        runs=recorder.runs,
+        num_missing=recorder.num_missing,
     )

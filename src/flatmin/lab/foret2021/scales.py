@@ -29,7 +29,7 @@ LAPTOP = {
         evaluate_every=40,
     ),
 }
-"""What contests start from, by dataset."""
+"""What conditions start from, by dataset."""
 
 SMOKE_SEEDS = (0, 1)
 

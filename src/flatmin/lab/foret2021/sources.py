@@ -57,7 +57,7 @@ def _accelerators(training: Training) -> Hyperparameter:
 REFERENCE_CODE = (
     _code("momentum", 0.9, "Nesterov; the paper names momentum for ImageNet and fine-tuning, without Nesterov"),
     _code("learning-rate schedule", "cosine", "no warm-up"),
-    _code("gradient clipping", 5.0, "norm of the synchronised gradient at w + eps"),
+    _code("gradient clipping", 5.0, "norm of the synchronized gradient at w + eps"),
     _code(
         "weight decay",
         "lambda/2 |w|^2 in the loss",
@@ -116,7 +116,7 @@ _HYPERPARAMETERS: dict[str, tuple[Hyperparameter, ...]] = {
         _code("SVHN's auto augment", "without the basic augmentation"),
         _paper("Fashion-MNIST's auto augment", "Cutout alone"),
         _ours(
-            "Fashion-MNIST's normalisation",
+            "Fashion-MNIST's normalization",
             "its own mean and standard deviation",
             "the reference code has MNIST's, 0.1307 and 0.3081",
         ),

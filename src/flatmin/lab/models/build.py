@@ -17,12 +17,12 @@ from flatmin.lab.spec.models import check_model_name
 
 
 def build_model(model: Model, *, num_classes: int, in_channels: int = 3) -> nn.Module:
-    """Return a freshly initialised network (from torch's generator), or one with a checkpoint's weights.
+    """Return a freshly initialized network (from torch's generator), or one with a checkpoint's weights.
 
     Args:
         model: which network, and which checkpoint.
         num_classes: outputs.
-        in_channels: colour channels of the images.
+        in_channels: color channels of the images.
 
     Raises:
         ModelError: timm has no such network, or the checkpoint cannot be used; the message says why.
@@ -50,7 +50,7 @@ def input_statistics(network: nn.Module) -> tuple[tuple[float, ...], tuple[float
 
 
 def freeze_batch_norm(network: nn.Module) -> None:
-    """Let batch norm normalise with its statistics and leave them, "as we would at test time" (Appendix C.2).
+    """Let batch norm normalize with its statistics and leave them, "as we would at test time" (Appendix C.2).
 
     Its scale and shift are trained on. To be called after every ``network.train()``.
     """

@@ -9,7 +9,7 @@ def conv3x3(in_channels: int, channels: int, stride: int = 1, *, bias: bool = Fa
     return nn.Conv2d(in_channels, channels, 3, stride, padding=1, bias=bias)
 
 
-def initialise(network: nn.Module) -> None:
+def initialize(network: nn.Module) -> None:
     """Start as He et al. (2015): convolutions normal with variance 2 / fan_out, biases 0, norms 1 and 0.
 
     The last layer keeps torch's uniform start, with a bias of 0.

@@ -1,9 +1,9 @@
-"""A small network of ours, for the demonstration: three 3x3 convolutions without normalisation."""
+"""A small network of ours, for the demonstration: three 3x3 convolutions without normalization."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flatmin.lab.models.layers import conv3x3, initialise
+from flatmin.lab.models.layers import conv3x3, initialize
 
 
 class PlainCNN(nn.Module):
@@ -15,7 +15,7 @@ class PlainCNN(nn.Module):
         self.conv2 = conv3x3(width, 2 * width, stride=2, bias=True)
         self.conv3 = conv3x3(2 * width, 4 * width, stride=2, bias=True)
         self.head = nn.Linear(16 * width, num_classes)
-        initialise(self)
+        initialize(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits (N, num_classes) of images (N, C, H, W)."""

@@ -7,7 +7,7 @@ numbers.
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flatmin.lab.models.layers import conv3x3, initialise, pad_channels
+from flatmin.lab.models.layers import conv3x3, initialize, pad_channels
 from flatmin.lab.models.shake import ShakeDrop
 
 EXPANSION = 4
@@ -46,7 +46,7 @@ def block_widths(num_blocks: int, alpha: int, start: int = 16) -> list[int]:
         >>> block_widths(4, 10)
         [19, 21, 24, 26]
     """
-    # Half a channel rounds up (Python's round would take the even neighbour).
+    # Half a channel rounds up (Python's round would take the even neighbor).
     return [int(start + alpha * k / num_blocks + 0.5) for k in range(1, num_blocks + 1)]
 
 
@@ -75,7 +75,7 @@ class PyramidNet(nn.Module):
         self.blocks = nn.Sequential(*blocks)
         self.norm2 = nn.BatchNorm2d(channels)
         self.head = nn.Linear(channels, num_classes)
-        initialise(self)
+        initialize(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits (N, num_classes) of images (N, C, H, W)."""

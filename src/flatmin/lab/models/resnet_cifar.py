@@ -5,7 +5,7 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flatmin.lab.models.layers import conv3x3, initialise, pad_channels
+from flatmin.lab.models.layers import conv3x3, initialize, pad_channels
 
 Shortcut = Literal["identity", "projection", "none"]
 
@@ -57,7 +57,7 @@ class ResNetCifar(nn.Module):
                 width = channels
         self.blocks = nn.Sequential(*blocks)
         self.head = nn.Linear(width, num_classes)
-        initialise(self)
+        initialize(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits (N, num_classes) of images (N, C, H, W)."""

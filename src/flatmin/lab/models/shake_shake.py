@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flatmin.lab.models.layers import conv3x3, initialise
+from flatmin.lab.models.layers import conv3x3, initialize
 from flatmin.lab.models.shake import ShakeShake
 
 
@@ -74,7 +74,7 @@ class ShakeShakeNet(nn.Module):
                 last = channels
         self.blocks = nn.Sequential(*blocks)
         self.head = nn.Linear(last, num_classes)
-        initialise(self)
+        initialize(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits (N, num_classes) of images (N, C, H, W)."""

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flatmin.lab.models.layers import conv3x3, initialise
+from flatmin.lab.models.layers import conv3x3, initialize
 
 
 class WideBlock(nn.Module):
@@ -42,7 +42,7 @@ class WideResNet(nn.Module):
         depth: 6 n + 4.
         width: factor of the channels.
         num_classes: outputs.
-        in_channels: colour channels.
+        in_channels: color channels.
         batch_norm: False gives the network of the paper's Hessian figure, which has no batch norm. The paper
             does not say how it was started; this one starts as in SkipInit with Fixup's factors, which is ours.
     """
@@ -63,7 +63,7 @@ class WideResNet(nn.Module):
         self.blocks = nn.Sequential(*blocks)
         self.norm = nn.BatchNorm2d(channels) if batch_norm else nn.Identity()
         self.head = nn.Linear(channels, num_classes)
-        initialise(self)
+        initialize(self)
         if not batch_norm:
             self._start_without_norm()
 

@@ -13,8 +13,8 @@ from flatmin.lab.report.folder import describe_runs
 from flatmin.lab.report.markdown import markdown_page
 from flatmin.lab.report.page import html_page
 from flatmin.lab.report.runs import read_runs
-from flatmin.lab.report.words import slug
-from flatmin.lab.runs.directory import write_whole
+from flatmin.lab.report.text import slug
+from flatmin.lab.runs.directory import write_atomic
 from flatmin.lab.studies.findings import Findings
 
 __all__ = ["describe_runs", "write_report"]
@@ -56,4 +56,4 @@ def _write(path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StorageError(f"{path} cannot be written: {error}. Choose another folder with --out.") from error
-    write_whole(path, text)
+    write_atomic(path, text)

@@ -15,7 +15,7 @@ from flatmin.lab.studies.statistics import Interval
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# After Okabe and Ito (told apart by colour-blind people too), with a blue that is seen on white and on black.
+# After Okabe and Ito (told apart by color-blind people too), with a blue that is seen on white and on black.
 COLOURS = ("#1a85c8", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a8f98")
 SYMBOLS = (("circle", "o"), ("square", "s"), ("diamond", "D"), ("triangle-up", "^"), ("x", "X"), ("star", "*"))
 DASHES = (("solid", "-"), ("dash", "--"), ("dot", ":"))
@@ -70,21 +70,21 @@ def y_text(figure: LineFigure, series: Series, index: int) -> str:
 def _plotly_lines(figure: LineFigure) -> dict[str, Any]:
     data = []
     for number, series in enumerate(figure.series):
-        colour, symbol, dash = _look(number)
+        color, symbol, dash = _look(number)
         trace = {
             "type": "scatter",
             "name": html.escape(series.name),
             "mode": series.mode,
             "x": _finite(positions(figure, number)),
             "y": _finite(series.y),
-            "line": {"color": colour, "dash": dash[0], "width": 2},
-            "marker": {"color": colour, "symbol": symbol[0], "size": 8},
+            "line": {"color": color, "dash": dash[0], "width": 2},
+            "marker": {"color": color, "symbol": symbol[0], "size": 8},
             "hoverinfo": "text",
             "hovertext": [_hover(figure, series, index) for index in range(len(series.x))],
         }
         if series.half_width is not None:
             widths = _finite(series.half_width)
-            trace["error_y"] = {"type": "data", "array": widths, "color": colour, "thickness": 1.5, "width": 4}
+            trace["error_y"] = {"type": "data", "array": widths, "color": color, "thickness": 1.5, "width": 4}
         data.append(trace)
     layout: dict[str, Any] = {
         "height": LINES_HEIGHT,
@@ -201,7 +201,7 @@ def _draw_lines(figure: LineFigure) -> "Figure":
     axes = drawn.add_subplot()
     drawable = False
     for number, series in enumerate(figure.series):
-        colour, symbol, dash = _look(number)
+        color, symbol, dash = _look(number)
         xs, ys = np.array(positions(figure, number), dtype=float), np.array(series.y, dtype=float)
         shown = np.isfinite(xs) & np.isfinite(ys) & ((xs > 0) | (not figure.log_x)) & ((ys > 0) | (not figure.log_y))
         drawable |= bool(shown.any())
@@ -210,7 +210,7 @@ def _draw_lines(figure: LineFigure) -> "Figure":
             np.where(shown, ys, np.nan),
             yerr=None if series.half_width is None else np.nan_to_num(np.array(series.half_width, dtype=float)),
             label=_plain(series.name),
-            color=colour,
+            color=color,
             linestyle=dash[1] if "lines" in series.mode else "none",
             marker=symbol[1] if "markers" in series.mode else "none",
             markersize=5,
@@ -262,7 +262,7 @@ def _draw_surfaces(figure: SurfaceFigure) -> "Figure":
 
 
 def _look(number: int) -> tuple[str, tuple[str, str], tuple[str, str]]:
-    # Three ways to tell series apart, so that none has to be told by colour alone.
+    # Three ways to tell series apart, so that none has to be told by color alone.
     return (
         COLOURS[number % len(COLOURS)],
         SYMBOLS[number % len(SYMBOLS)],

@@ -9,7 +9,7 @@ from typing import Any
 from flatmin.lab.errors import RunError
 from flatmin.lab.report.numbers import NOTHING, plural
 from flatmin.lab.report.runs import ERRORS, RunRecord, read_run, without_paths
-from flatmin.lab.report.words import setting_text
+from flatmin.lab.report.text import setting_text
 from flatmin.lab.spec.experiment import Experiment
 from flatmin.lab.spec.fields import plain
 from flatmin.lab.studies.findings import Cell, Findings, LineFigure, Series, Table

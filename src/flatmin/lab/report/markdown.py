@@ -18,7 +18,7 @@ from flatmin.lab.report.numbers import (
 from flatmin.lab.report.page_runs import HEADER
 from flatmin.lab.report.runs import ERRORS, RunRecord
 from flatmin.lab.report.tables import Column, Entry, caption, columns_of, padded, traced, values_text, worth_a_table
-from flatmin.lab.report.words import HOW_TO_READ, about_runs, alarm, item_lines, setting_text
+from flatmin.lab.report.text import HOW_TO_READ, about_runs, alarm, item_lines, setting_text
 from flatmin.lab.studies.findings import Cell, Comparison, Findings, LineFigure, SurfaceFigure, Table
 
 
@@ -58,7 +58,7 @@ def markdown_page(
 
 
 def _verdicts(findings: Findings) -> str:
-    lines = [f"- **{_m(v.held)}**: {_m(v.claim)} {_m(v.evidence)}".rstrip() for v in findings.verdicts]
+    lines = [f"- **{_m(v.status)}**: {_m(v.claim)} {_m(v.evidence)}".rstrip() for v in findings.verdicts]
     return "\n".join(lines)
 
 

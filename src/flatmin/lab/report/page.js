@@ -14,15 +14,15 @@
     modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
   };
 
-  function colours() {
+  function colors() {
     const style = getComputedStyle(root);
     const [ink, line, paper] = ["--ink", "--line", "--paper"].map((name) => style.getPropertyValue(name).trim());
     return { ink, line, paper };
   }
 
-  // The page's colours as changes to a layout: plotly.js knows nothing of style sheets.
+  // The page's colors as changes to a layout: plotly.js knows nothing of style sheets.
   function themed(layout) {
-    const { ink, line, paper } = colours();
+    const { ink, line, paper } = colors();
     const changes = { paper_bgcolor: paper, plot_bgcolor: paper, "font.color": ink, "hoverlabel.font.color": "#fff" };
     for (const key of Object.keys(layout)) {
       const axes = /^[xy]axis/.test(key) ? [key] : /^scene/.test(key) ? ["x", "y", "z"].map((a) => `${key}.${a}axis`) : [];

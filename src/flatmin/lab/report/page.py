@@ -14,8 +14,8 @@ from flatmin.lab.report.page_runs import RunLinks, runs_section
 from flatmin.lab.report.page_tables import plain_table, table_html
 from flatmin.lab.report.runs import RunRecord
 from flatmin.lab.report.tables import worth_a_table
-from flatmin.lab.report.words import HOW_TO_READ, about_runs, alarm, item_lines, setting_text, slug
-from flatmin.lab.studies.findings import Findings, Held, LineFigure, SurfaceFigure
+from flatmin.lab.report.text import HOW_TO_READ, about_runs, alarm, item_lines, setting_text, slug
+from flatmin.lab.studies.findings import Findings, LineFigure, SurfaceFigure, VerdictStatus
 
 # What the page may load is nothing at all; plotly.js makes functions and pictures of its own.
 POLICY = (
@@ -33,7 +33,12 @@ LISTEN = """
   addEventListener("unhandledrejection", (event) => note(event.reason));
 })();
 """
-SYMBOLS: dict[Held, str] = {"held": "✓", "did not hold": "✗", "no difference shown": "≈", "not tested": NOTHING}
+SYMBOLS: dict[VerdictStatus, str] = {
+    "reproduced": "✓",
+    "not reproduced": "✗",
+    "inconclusive": "≈",
+    "not tested": NOTHING,
+}
 
 
 def html_page(
@@ -64,7 +69,7 @@ def html_page(
         "<main>",
         *sections,
         runs_section(records, links),
-        '<section aria-labelledby="reading"><h2 id="reading">How to read this</h2>',
+        '<section aria-labeledby="reading"><h2 id="reading">How to read this</h2>',
         *(f"<p>{_e(line)}</p>" for line in HOW_TO_READ),
         "</section></main>",
     ]
@@ -101,7 +106,7 @@ def _section(
     repeat_alarm: bool,
 ) -> str:
     parts = [
-        f'<section aria-labelledby="{anchor}"><h2 id="{anchor}">{_e(findings.title)}</h2>',
+        f'<section aria-labeledby="{anchor}"><h2 id="{anchor}">{_e(findings.title)}</h2>',
         f'<p class="source">{_e(findings.source)} · <code>{_e(findings.item)}</code> · '
         f'scale <span class="badge">{_e(findings.scale)}</span></p>',
         f'<p class="scale"><b>About the scale.</b> {_e(findings.about_scale)}</p>' if findings.about_scale else "",
@@ -111,7 +116,7 @@ def _section(
         parts += ["<h3>Verdicts</h3>", '<ul class="verdicts">']
         for verdict in findings.verdicts:
             evidence = f'<p class="evidence">{_e(verdict.evidence)}</p>' if verdict.evidence else ""
-            parts.append(f"<li><div>{_badge(verdict.held)}</div><div><p>{_e(verdict.claim)}</p>{evidence}</div></li>")
+            parts.append(f"<li><div>{_badge(verdict.status)}</div><div><p>{_e(verdict.claim)}</p>{evidence}</div></li>")
         parts.append("</ul>")
     parts += [table_html(table, links) for table in findings.tables]
     for index, figure in enumerate(findings.figures):
@@ -158,16 +163,16 @@ def _points(figure: LineFigure | SurfaceFigure) -> str:
 
 
 def _tally(findings: Sequence[Findings]) -> str:
-    counted = Counter(verdict.held for one in findings for verdict in one.verdicts)
+    counted = Counter(verdict.status for one in findings for verdict in one.verdicts)
     if not counted:
         return ""
-    badges = [f"<li>{_badge(held, counted[held])}</li>" for held in get_args(Held) if counted[held]]
+    badges = [f"<li>{_badge(status, counted[status])}</li>" for status in get_args(VerdictStatus) if counted[status]]
     return f'<ul class="tally" aria-label="Claims, counted by verdict">{"".join(badges)}</ul>'
 
 
-def _badge(held: Held, count: int | None = None) -> str:
+def _badge(status: VerdictStatus, count: int | None = None) -> str:
     number = "" if count is None else f"{count} "
-    return f'<span class="badge {held.replace(" ", "-")}">{SYMBOLS[held]} {number}{_e(held)}</span>'
+    return f'<span class="badge {status.replace(" ", "-")}">{SYMBOLS[status]} {number}{_e(status)}</span>'
 
 
 def _contents(findings: Sequence[Findings], anchors: Sequence[str]) -> str:

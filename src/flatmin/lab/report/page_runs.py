@@ -48,7 +48,7 @@ def runs_section(records: dict[str, RunRecord], links: RunLinks) -> str:
     rows = "\n".join(_row(record, links) for record in records.values())
     total = sum(record.time_seconds or 0.0 for record in records.values())
     return (
-        '<section aria-labelledby="runs"><h2 id="runs">What was run</h2>'
+        '<section aria-labeledby="runs"><h2 id="runs">What was run</h2>'
         f"<p>Errors after the last epoch; time of training, {time_text(total)} in all. A commit with a + had files "
         "that differed from it. Each name opens to the whole spec, and to every session of the run.</p>"
         '<div class="wide" tabindex="0" role="region" aria-label="Runs"><table class="runs">'

@@ -42,7 +42,7 @@ def save_checkpoint(folder: Path, step: int, state: dict[str, Any]) -> Path:
     return path
 
 
-def keep_weights(folder: Path, epoch: int, state: dict[str, Any]) -> Path:
+def save_epoch_weights(folder: Path, epoch: int, state: dict[str, Any]) -> Path:
     """Write the weights after an epoch, to stay.
 
     Raises:
@@ -58,7 +58,7 @@ def keep_weights(folder: Path, epoch: int, state: dict[str, Any]) -> Path:
         ) from error
 
 
-def kept_weights(folder: Path, epoch: int) -> bytes | None:
+def load_epoch_weights(folder: Path, epoch: int) -> bytes | None:
     """Return the weights after an epoch, whole and as they were written, or None."""
     return _read_whole(folder, f"epoch-{epoch:06d}")
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from flatmin.lab.errors import BusyError, DamagedError, RunError, SpecError, StorageError
+from flatmin.lab.errors import CorruptFileError, RunError, RunLockedError, SpecError, StorageError
 from flatmin.lab.runs.environment import PACKAGES as PACKAGES
 from flatmin.lab.runs.environment import environment
 from flatmin.lab.spec.experiment import Experiment
@@ -68,9 +68,9 @@ class RunDirectory:
 
         Raises:
             StorageError: it cannot be written to.
-            BusyError: another process works on it.
+            RunLockedError: another process works on it.
             RunError: another experiment is in it, or the result of another number of workers.
-            DamagedError: one of its files cannot be read.
+            CorruptFileError: one of its files cannot be read.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -78,7 +78,7 @@ class RunDirectory:
             if (self.path / "spec.json").exists():
                 self._check_spec()
             else:
-                write_whole(self.path / "spec.json", self.experiment.to_json())
+                write_atomic(self.path / "spec.json", self.experiment.to_json())
             if num_workers is not None:
                 self._check_workers(num_workers)
         except RunError:
@@ -104,7 +104,7 @@ class RunDirectory:
 
     def write_history(self, history: list[Metrics]) -> None:
         """Replace metrics.jsonl by what a checkpoint knows: lines of a session that was killed are not in it."""
-        write_whole(self.path / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in history))
+        write_atomic(self.path / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in history))
 
     def add_metrics(self, line: Metrics) -> None:
         """Append an epoch to metrics.jsonl."""
@@ -117,12 +117,12 @@ class RunDirectory:
     def write_noise(self, rate: float, seed: int, flipped: list[int]) -> None:
         """Record which training labels were flipped."""
         content = {"rate": rate, "seed": seed, "num_flipped": len(flipped), "flipped": flipped}
-        write_whole(self.path / "label_noise.json", json.dumps(content) + "\n")
+        write_atomic(self.path / "label_noise.json", json.dumps(content) + "\n")
 
     def add_environment(self, facts: dict[str, Any]) -> None:
         """Record where a session of the run takes place: versions, hardware, commit."""
         sessions = [*read_sessions(self.path), environment() | facts]
-        write_whole(self.path / "environment.json", json.dumps({"sessions": sessions}, indent=2) + "\n")
+        write_atomic(self.path / "environment.json", json.dumps({"sessions": sessions}, indent=2) + "\n")
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
         """Write a file of what else became known of the run, which need not have begun."""
@@ -130,7 +130,7 @@ class RunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise StorageError(f"{self.path / name} cannot be written: {error}.") from error
-        write_whole(self.path / name, json.dumps(content, indent=2) + "\n")
+        write_atomic(self.path / name, json.dumps(content, indent=2) + "\n")
 
     def finish(self, history: list[Metrics], time_seconds: float) -> Result:
         """Write the result: from now on the run is finished."""
@@ -141,7 +141,7 @@ class RunDirectory:
             "history": history,
             "time_seconds": time_seconds,
         }
-        write_whole(self.path / "result.json", json.dumps(content, indent=2) + "\n")
+        write_atomic(self.path / "result.json", json.dumps(content, indent=2) + "\n")
         return Result(
             experiment=self.experiment, seed=self.seed, directory=self.path, history=history, time_seconds=time_seconds
         )
@@ -186,7 +186,7 @@ def read_result(path: Path) -> Result:
 
     Raises:
         RunError: there is no finished run.
-        DamagedError: a file of it cannot be read.
+        CorruptFileError: a file of it cannot be read.
     """
     try:
         experiment, text = read_spec(path), (path / "result.json").read_bytes()
@@ -204,7 +204,7 @@ def read_result(path: Path) -> Result:
             time_seconds=content["time_seconds"],
         )
     except (ValueError, KeyError, TypeError) as error:
-        raise DamagedError(path / "result.json", error) from None
+        raise CorruptFileError(path / "result.json", error) from None
 
 
 def read_spec(path: Path) -> Experiment:
@@ -212,19 +212,19 @@ def read_spec(path: Path) -> Experiment:
 
     Raises:
         FileNotFoundError: it has no spec.
-        DamagedError: the spec cannot be read.
+        CorruptFileError: the spec cannot be read.
     """
     try:
         return Experiment.from_json((path / "spec.json").read_text(encoding="utf-8"))
     except (SpecError, ValueError) as error:
-        raise DamagedError(path / "spec.json", error) from None
+        raise CorruptFileError(path / "spec.json", error) from None
 
 
 def read_sessions(path: Path) -> list[dict[str, Any]]:
     """Read where the sessions of a run took place, the latest last; none if that is not known.
 
     Raises:
-        DamagedError: the file cannot be read.
+        CorruptFileError: the file cannot be read.
     """
     file = path / "environment.json"
     try:
@@ -233,10 +233,10 @@ def read_sessions(path: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     except (ValueError, KeyError, TypeError) as error:
-        raise DamagedError(file, error) from None
+        raise CorruptFileError(file, error) from None
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomic(path: Path, text: str) -> None:
     """Write a file that is there in full or not at all.
 
     Raises:
@@ -270,5 +270,5 @@ def _locked(path: Path) -> IO[str]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.close()
-            raise BusyError(f"Another process is working on {path.parent}. Wait for it, or stop it.") from None
+            raise RunLockedError(f"Another process is working on {path.parent}. Wait for it, or stop it.") from None
     return file

@@ -18,7 +18,7 @@ class DatasetInfo:
     num_classes: int
     """Number of classes; 0 where only the folder knows."""
     channels: int = 3
-    """Colour channels."""
+    """Color channels."""
     size: int = PHOTOGRAPH_SIZE
     """Side of the network's input in pixels, where the experiment does not say."""
     in_memory: bool = False
@@ -30,7 +30,7 @@ class DatasetInfo:
     policy: Literal["cifar10", "svhn", "imagenet"] = "imagenet"
     """Which AutoAugment policy belongs to it."""
     marker: str = ""
-    """File or folder by which the dataset is recognised in a data folder."""
+    """File or folder by which the dataset is recognized in a data folder."""
     files: str = ""
     """What has to be in the data folder, for the error that says what to put where."""
     source: str = ""

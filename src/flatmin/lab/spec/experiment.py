@@ -94,10 +94,10 @@ class Model:
     checkpoint: str | None = None
     """File with weights to start from (.safetensors, or torch's .pt/.pth), or run:NAME, a run of the same folder."""
     head: Literal["auto", "new", "keep"] = "auto"
-    """The last layer of a checkpoint: new initialises it afresh, keep needs the same number of classes, auto
+    """The last layer of a checkpoint: new initializes it afresh, keep needs the same number of classes, auto
     keeps it where the number of classes is the same."""
     freeze_batch_norm: bool = False
-    """Normalise with the checkpoint's batch-norm statistics and leave them (fine-tuning, Appendix C.2)."""
+    """Normalize with the checkpoint's batch-norm statistics and leave them (fine-tuning, Appendix C.2)."""
 
     def __post_init__(self) -> None:
         """Check every field."""
@@ -122,7 +122,7 @@ class Model:
             self,
             "freeze_batch_norm",
             not self.freeze_batch_norm or self.checkpoint is not None,
-            "false where there is no checkpoint: fresh statistics (0 and 1) normalise nothing",
+            "false where there is no checkpoint: fresh statistics (0 and 1) normalize nothing",
         )
 
     def without_checkpoint(self) -> "Model":
@@ -153,15 +153,15 @@ class Optim:
     label_smoothing: float = 0.0
     """Mass of the target that is spread over all classes."""
     clip_norm: float | None = None
-    """Clip the norm of the synchronised gradient of the base step (reference code: 5.0)."""
+    """Clip the norm of the synchronized gradient of the base step (reference code: 5.0)."""
     rho: float = 0.0
-    """SAM's neighbourhood size (the paper's default is 0.05); 0 trains without SAM."""
+    """SAM's neighborhood size (the paper's default is 0.05); 0 trains without SAM."""
     p: float = 2.0
     """The norm of SAM's ball, in [1, inf]."""
     adaptive: float | None = None
     """ASAM with this eta; plain SAM if None."""
     ascent_steps: int = 1
-    """Steps of the inner maximisation (Appendix C.6)."""
+    """Steps of the inner maximization (Appendix C.6)."""
     direction: Literal["gradient", "random"] = "gradient"
     """random perturbs along Gaussian noise (Appendix C.5)."""
     m: int | None = None

@@ -1,11 +1,11 @@
-"""Contests as tables in the paper's shape, comparisons with the baseline, and verdicts."""
+"""Conditions as tables in the paper's shape, comparisons with the baseline, and verdicts."""
 
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from flatmin.lab.spec.experiment import Experiment
-from flatmin.lab.studies.conditions import Contest, Entry, better, validation_error
+from flatmin.lab.studies.conditions import Condition, MethodResult, better, validation_error
 from flatmin.lab.studies.contrasts import Contrast, p_text, verdicts_at
 from flatmin.lab.studies.findings import Cell, Comparison, Findings, Hyperparameter, Table, Verdict, own_settings
 from flatmin.lab.studies.item import Scale
@@ -24,8 +24,8 @@ TRAINING_NOTE = "Over the last epoch, at the weights of each step, with what was
 METRIC_NAMES = {"test_error": "test error", "test_top5_error": "top-5 test error", "train_error": "training error"}
 
 
-def contest_findings(
-    entries: Sequence[Entry],
+def condition_findings(
+    entries: Sequence[MethodResult],
     needed: Sequence[Outcome],
     *,
     item: str,
@@ -40,16 +40,16 @@ def contest_findings(
     hyperparameters: Sequence[Hyperparameter] = (),
     notes: Sequence[str] = (),
 ) -> Findings:
-    """Return what contests show.
+    """Return what conditions show.
 
     Args:
-        entries: what came of each method in each contest; a contest's first method is its baseline.
+        entries: what came of each method in each condition; a condition's first method is its baseline.
         needed: all runs that were asked for.
         item: its name.
         scale: at which it was run.
         claims: the paper's numbers.
         about_scale: what differs from the paper's experiment.
-        label_columns: what a contest's labels are.
+        label_columns: what a condition's labels are.
         layout: the paper's.
         metrics: what is compared, in %.
         accuracy: whether the table has accuracies instead of errors.
@@ -61,7 +61,7 @@ def contest_findings(
     verdicts: list[Verdict] = []
     where = claims.source.partition(",")[0] + ("" if scale == "paper" else f" at {scale} scale")
     for metric in (*metrics, "train_error"):
-        cells = {(e.contest.name, e.method.name): _cell(e, metric, accuracy) for e in entries}
+        cells = {(e.condition.name, e.method.name): _cell(e, metric, accuracy) for e in entries}
         if layout == "methods in columns":
             columns, rows = _methods_in_columns(entries, cells, label_columns)
         else:
@@ -76,7 +76,7 @@ def contest_findings(
                 Table(
                     title=f"Comparisons: {METRIC_NAMES[metric]}",
                     columns=("condition", "difference, p, Holm's p"),
-                    rows=[[e.contest.name, c.comparison(p)] for (e, c), p in zip(contrasts, corrected, strict=True)],
+                    rows=[[e.condition.name, c.comparison(p)] for (e, c), p in zip(contrasts, corrected, strict=True)],
                     note="Paired by seed, two-sided t-test; Holm's correction is for all lines of this table. "
                     "A negative difference is a lower error.",
                 )
@@ -108,13 +108,13 @@ def contest_findings(
     )
 
 
-def _note(entries: Sequence[Entry], scale: Scale) -> str:
-    claimed = any(e.contest.claimed for e in entries)
+def _note(entries: Sequence[MethodResult], scale: Scale) -> str:
+    claimed = any(e.condition.claimed for e in entries)
     return f"{NOTE} {NOT_THE_SAME}" if claimed and scale != "paper" else NOTE
 
 
-def _cell(entry: Entry, metric: str, accuracy: bool) -> Cell:
-    claimed = entry.contest.claimed.get((entry.method.name, metric))
+def _cell(entry: MethodResult, metric: str, accuracy: bool) -> Cell:
+    claimed = entry.condition.claimed.get((entry.method.name, metric))
     by_seed = sorted(entry.values(metric).items())
     values = tuple(100 - value if accuracy else value for _, value in by_seed)
     names = {outcome.job.seed: outcome.job.name for outcome in entry.replicas}
@@ -123,62 +123,62 @@ def _cell(entry: Entry, metric: str, accuracy: bool) -> Cell:
         measured=mean_and_interval(values) if values else None,
         values=values,
         runs=tuple(names[seed] for seed, _ in by_seed),
-        note=entry.shortcoming if values else None,
+        note=entry.incomplete_reason if values else None,
     )
 
 
 def _methods_in_columns(
-    entries: Sequence[Entry], cells: dict[tuple[str, str], Cell], label_columns: Sequence[str]
+    entries: Sequence[MethodResult], cells: dict[tuple[str, str], Cell], label_columns: Sequence[str]
 ) -> tuple[list[str], Rows]:
     shown = _shown_contests(entries, cells)
     methods = list(dict.fromkeys(e.method.name for e in entries))
     columns = list(dict.fromkeys(c.column for c in shown))
-    held = {(c.column, e.method.name) for c in shown for e in entries if e.contest.name == c.name}
-    pairs = [(column, method) for column in columns for method in methods if (column, method) in held]
+    present = {(c.column, e.method.name) for c in shown for e in entries if e.condition.name == c.name}
+    pairs = [(column, method) for column in columns for method in methods if (column, method) in present]
     header = [*label_columns, *(f"{column}: {method}" for column, method in pairs)]
     rows: Rows = []
     for labels in dict.fromkeys(c.labels for c in shown):
         row: list[str | Cell | Comparison] = [*labels]
         by_column = {c.column: c for c in shown if c.labels == labels}
         for column, method in pairs:
-            contest = by_column.get(column)
-            row.append(cells.get((contest.name, method), Cell()) if contest is not None else Cell())
+            condition = by_column.get(column)
+            row.append(cells.get((condition.name, method), Cell()) if condition is not None else Cell())
         rows.append(row)
     return header, rows
 
 
 def _methods_in_rows(
-    entries: Sequence[Entry], cells: dict[tuple[str, str], Cell], literature: Literature
+    entries: Sequence[MethodResult], cells: dict[tuple[str, str], Cell], literature: Literature
 ) -> tuple[list[str], Rows]:
-    contests = _shown_contests(entries, cells)
+    conditions = _shown_contests(entries, cells)
     methods = list(dict.fromkeys(e.method.name for e in entries))
-    cited: Rows = [[method, *(by.get(c.column, Cell()) for c in contests)] for method, by in literature.items()]
-    rows: Rows = [[method, *(cells.get((c.name, method), Cell()) for c in contests)] for method in methods]
-    return ["method", *(c.column for c in contests)], [*cited, *rows]
+    cited: Rows = [[method, *(by.get(c.column, Cell()) for c in conditions)] for method, by in literature.items()]
+    rows: Rows = [[method, *(cells.get((c.name, method), Cell()) for c in conditions)] for method in methods]
+    return ["method", *(c.column for c in conditions)], [*cited, *rows]
 
 
-def _shown_contests(entries: Sequence[Entry], cells: dict[tuple[str, str], Cell]) -> list[Contest]:
-    """Return the contests with anything measured, or all of them where there is nothing at all."""
-    contests = {e.contest.name: e.contest for e in entries}
+def _shown_contests(entries: Sequence[MethodResult], cells: dict[tuple[str, str], Cell]) -> list[Condition]:
+    """Return the conditions with anything measured, or all of them where there is nothing at all."""
+    conditions = {e.condition.name: e.condition for e in entries}
     measured = {name for (name, _), cell in cells.items() if cell.measured is not None}
-    return [c for name, c in contests.items() if name in measured or not measured]
+    return [c for name, c in conditions.items() if name in measured or not measured]
 
 
-def _rivals(entries: Sequence[Entry]) -> list[tuple[Entry, list[Entry]]]:
+def _rivals(entries: Sequence[MethodResult]) -> list[tuple[MethodResult, list[MethodResult]]]:
     """Return each method with the group of methods that it is compared with, for each such group."""
-    by_name = {(e.contest.name, e.method.name): e for e in entries}
+    by_name = {(e.condition.name, e.method.name): e for e in entries}
     return [
-        (entry, [by_name[entry.contest.name, name] for name in group])
+        (entry, [by_name[entry.condition.name, name] for name in group])
         for entry in entries
         for group in entry.method.against
     ]
 
 
-def _contrasts(entries: Sequence[Entry], metric: str) -> list[tuple[Entry, Contrast]]:
+def _contrasts(entries: Sequence[MethodResult], metric: str) -> list[tuple[MethodResult, Contrast]]:
     """Contrast each method with its rivals, where all replicas of all of them are there."""
     found = []
     for entry, group in _rivals(entries):
-        if any(e.shortcoming for e in (entry, *group)) or len(entry.replicas) < 2:
+        if any(e.incomplete_reason for e in (entry, *group)) or len(entry.replicas) < 2:
             continue
         rival = better(group, metric)
         contrast = Contrast(
@@ -194,35 +194,35 @@ def _contrasts(entries: Sequence[Entry], metric: str) -> list[tuple[Entry, Contr
     return found
 
 
-def _open_questions(entries: Sequence[Entry], metric: str) -> list[Verdict]:
-    """Return a verdict for each comparison that waits for runs, in contests that have begun."""
-    begun = {e.contest.name for e in entries if e.values(metric)}
+def _open_questions(entries: Sequence[MethodResult], metric: str) -> list[Verdict]:
+    """Return a verdict for each comparison that waits for runs, in conditions that have begun."""
+    begun = {e.condition.name for e in entries if e.values(metric)}
     found = []
     for entry, group in _rivals(entries):
-        missing = [e.shortcoming for e in (entry, *group) if e.shortcoming is not None]
-        if missing and (entry.contest.name in begun or not begun):
+        missing = [e.incomplete_reason for e in (entry, *group) if e.incomplete_reason is not None]
+        if missing and (entry.condition.name in begun or not begun):
             claim = _claim(entry, group[0].method.name, metric)
-            found.append(Verdict(claim=claim, held="not tested", evidence=f"Not yet: {'; '.join(missing)}."))
+            found.append(Verdict(claim=claim, status="not tested", evidence=f"Not yet: {'; '.join(missing)}."))
     return found
 
 
-def _claim(entry: Entry, rival: str, metric: str) -> str:
-    return f"{entry.contest.name}: {entry.method.name} has a lower {METRIC_NAMES[metric]} than {rival}."
+def _claim(entry: MethodResult, rival: str, metric: str) -> str:
+    return f"{entry.condition.name}: {entry.method.name} has a lower {METRIC_NAMES[metric]} than {rival}."
 
 
-def _verdict(entry: Entry, contrast: Contrast, p_holm: float, metric: str) -> Verdict:
+def _verdict(entry: MethodResult, contrast: Contrast, p_holm: float, metric: str) -> Verdict:
     comparison = contrast.comparison(p_holm)
     return Verdict(
         claim=_claim(entry, contrast.higher_name, metric),
-        held=contrast.held(p_holm),
+        status=contrast.status(p_holm),
         evidence=f"{comparison.difference.mean:+.2f} ± {comparison.difference.half_width:.2f} points over "
         f"{comparison.num_pairs} pairs, {_p_values(comparison)}.",
     )
 
 
-def _experiments(entries: Sequence[Entry]) -> list[Experiment]:
+def _experiments(entries: Sequence[MethodResult]) -> list[Experiment]:
     """Return what is trained, as far as it is chosen; what the choices start from where nothing is."""
-    return [e.chosen for e in entries if e.chosen is not None] or [e.contest.start for e in entries]
+    return [e.chosen for e in entries if e.chosen is not None] or [e.condition.start for e in entries]
 
 
 def _p_values(comparison: Comparison) -> str:
@@ -230,9 +230,9 @@ def _p_values(comparison: Comparison) -> str:
     return said if math.isnan(comparison.p_holm) else f"{said}, {comparison.p_holm:.2g} after Holm's correction"
 
 
-def _choices(entries: Sequence[Entry]) -> Table | None:
+def _choices(entries: Sequence[MethodResult]) -> Table | None:
     rows: Rows = [
-        [entry.contest.name, entry.method.name, setting_of(e), _error(outcome), "chosen" if e is entry.chosen else ""]
+        [entry.condition.name, entry.method.name, setting_of(e), _error(outcome), "chosen" if e is entry.chosen else ""]
         for entry in entries
         for e, outcome in entry.tried
         if any(validation_error(known) is not None for _, known in entry.tried)
@@ -266,10 +266,10 @@ def _error(outcome: Outcome) -> str | Cell:
     return Cell(measured=mean_and_interval([error]), values=(error,), runs=(outcome.job.name,))
 
 
-def _chosen_hyperparameters(entries: Sequence[Entry]) -> list[Hyperparameter]:
+def _chosen_hyperparameters(entries: Sequence[MethodResult]) -> list[Hyperparameter]:
     return [
         Hyperparameter(
-            name=f"{entry.contest.name}, {entry.method.name}",
+            name=f"{entry.condition.name}, {entry.method.name}",
             value=setting_of(entry.chosen),
             source="validation",
             note=f"the best of {len(entry.tried)}",

@@ -1,6 +1,6 @@
 """How methods are compared, fixed beforehand (Section 3.1).
 
-A contest has one network, one dataset, and several methods. Each method has candidates (learning rates and decays for
+A condition has one network, one dataset, and several methods. Each method has candidates (learning rates and decays for
 the baseline, values of rho for SAM), one of which is chosen by its error on a validation split; then independent
 replicas are trained on the whole training set. A baseline may also train for twice as many epochs, and the better mean
 of the two counts, since a SAM step costs two gradients.
@@ -15,7 +15,7 @@ from flatmin.lab.spec.experiment import Experiment
 from flatmin.lab.studies.contrasts import metric_by_seed
 from flatmin.lab.studies.printed import Claimed
 from flatmin.lab.sweeps.jobs import Job, Outcome
-from flatmin.lab.sweeps.runners import Laboratory
+from flatmin.lab.sweeps.runners import Runner
 
 NUM_REPLICAS = 5
 BASELINE_EPOCHS_FACTOR = 2
@@ -23,7 +23,7 @@ BASELINE_EPOCHS_FACTOR = 2
 VALIDATION = 0.1
 """Of the training set, held out to choose rho."""
 SEEDS = tuple(range(NUM_REPLICAS))
-CHOOSING_SEED = 1000
+TUNING_SEED = 1000
 """Of the runs that choose: none of the replicas' seeds."""
 
 
@@ -33,20 +33,20 @@ class Method:
 
     name: str
     candidates: Callable[[Experiment], Sequence[Experiment]]
-    """What to choose from, given the choice of the method ``after`` (or the contest's start)."""
+    """What to choose from, given the choice of the method ``after`` (or the condition's start)."""
     after: str | None = None
-    """Which method's choice the candidates are variants of; None: of the contest's start."""
+    """Which method's choice the candidates are variants of; None: of the condition's start."""
     against: tuple[tuple[str, ...], ...] = ()
     """The methods that it is compared with; of several in one tuple, the one with the better mean counts."""
 
 
-def twice(method: Method) -> Method:
+def double_epochs(method: Method) -> Method:
     """Return a method that trains for twice as many epochs, with the same settings."""
     return Method(name=f"{method.name}, twice the epochs", candidates=_doubled, after=method.name)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contest:
+class Condition:
     """Methods on one dataset with one network."""
 
     labels: tuple[str, ...]
@@ -65,10 +65,10 @@ class Contest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
-    """What came of a method in a contest."""
+class MethodResult:
+    """What came of a method in a condition."""
 
-    contest: Contest
+    condition: Condition
     method: Method
     chosen: Experiment | None
     """None: nothing was chosen yet."""
@@ -81,11 +81,11 @@ class Entry:
         return metric_by_seed(self.replicas, metric)
 
     @property
-    def shortcoming(self) -> str | None:
+    def incomplete_reason(self) -> str | None:
         """Why nothing can be concluded from it yet; None if all replicas are there."""
         if self.chosen is None:
             return f"no setting of {self.method.name} is chosen yet"
-        lost = sum(outcome.problem is not None for outcome in self.replicas)
+        lost = sum(outcome.failure is not None for outcome in self.replicas)
         if lost:
             return f"{lost} of {len(self.replicas)} replicas of {self.method.name} came to nothing"
         found = sum(outcome.result is not None for outcome in self.replicas)
@@ -94,24 +94,24 @@ class Entry:
         return None
 
 
-def hold_contests(
-    contests: Sequence[Contest], lab: Laboratory, item: str, seeds: Sequence[int] = SEEDS
-) -> tuple[list[Entry], list[Outcome]]:
-    """Choose, train and return what came of each method in each contest, and all runs that were needed."""
+def run_conditions(
+    conditions: Sequence[Condition], runner: Runner, item: str, seeds: Sequence[int] = SEEDS
+) -> tuple[list[MethodResult], list[Outcome]]:
+    """Choose, train and return what came of each method in each condition, and all runs that were needed."""
     needed: list[Outcome] = []
     chosen: dict[tuple[str, str], Experiment] = {}
     tried: dict[tuple[str, str], tuple[tuple[Experiment, Outcome], ...]] = {}
-    waiting = [(contest, method) for contest in contests for method in contest.methods]
+    waiting = [(condition, method) for condition in conditions for method in condition.methods]
     while ready := [(c, m) for c, m in waiting if m.after is None or (c.name, m.after) in chosen]:
         waiting = [pair for pair in waiting if pair not in ready]
         options = {}
-        for contest, method in ready:
-            origin = contest.start if method.after is None else chosen[contest.name, method.after]
-            name = "/".join((item, *contest.labels, contest.column, method.name))
-            options[contest.name, method.name] = [replace(e, name=name) for e in method.candidates(origin)]
-        jobs = {key: [_choosing_job(e) for e in found] for key, found in options.items() if len(found) > 1}
+        for condition, method in ready:
+            origin = condition.start if method.after is None else chosen[condition.name, method.after]
+            name = "/".join((item, *condition.labels, condition.column, method.name))
+            options[condition.name, method.name] = [replace(e, name=name) for e in method.candidates(origin)]
+        jobs = {key: [_tuning_job(e) for e in found] for key, found in options.items() if len(found) > 1}
         asked = [job for found in jobs.values() for job in found]
-        outcomes = lab.outcomes(asked, f"{item}: choosing settings") if asked else []
+        outcomes = runner.outcomes(asked, f"{item}: choosing settings") if asked else []
         needed += outcomes
         by_name = {outcome.job.name: outcome for outcome in outcomes}
         for key, experiments in options.items():
@@ -125,23 +125,23 @@ def hold_contests(
                 chosen[key] = experiments[errors.index(best)]
     jobs_of = {key: [Job(experiment=experiment, seed=seed) for seed in seeds] for key, experiment in chosen.items()}
     asked = [job for jobs in jobs_of.values() for job in jobs]
-    found = dict(zip([job.name for job in asked], lab.outcomes(asked, f"{item}: replicas"), strict=True))
+    found = dict(zip([job.name for job in asked], runner.outcomes(asked, f"{item}: replicas"), strict=True))
     needed += found.values()
     entries = [
-        Entry(
-            contest=contest,
+        MethodResult(
+            condition=condition,
             method=method,
-            chosen=chosen.get((contest.name, method.name)),
-            tried=tried.get((contest.name, method.name), ()),
-            replicas=tuple(found[job.name] for job in jobs_of.get((contest.name, method.name), ())),
+            chosen=chosen.get((condition.name, method.name)),
+            tried=tried.get((condition.name, method.name), ()),
+            replicas=tuple(found[job.name] for job in jobs_of.get((condition.name, method.name), ())),
         )
-        for contest in contests
-        for method in contest.methods
+        for condition in conditions
+        for method in condition.methods
     ]
     return entries, needed
 
 
-def better(entries: Sequence[Entry], metric: str) -> Entry:
+def better(entries: Sequence[MethodResult], metric: str) -> MethodResult:
     """Return the one with the lower mean."""
     return min(entries, key=lambda entry: mean(entry.values(metric).values()))
 
@@ -158,7 +158,7 @@ def with_rates(lrs: Sequence[float], decays: Sequence[float]) -> Callable[[Exper
     ]
 
 
-def as_it_is(base: Experiment) -> list[Experiment]:
+def no_tuning(base: Experiment) -> list[Experiment]:
     """Return the one candidate of a method that has nothing to choose."""
     return [base]
 
@@ -171,13 +171,13 @@ def with_m(m: int) -> Callable[[Experiment], list[Experiment]]:
 def baselines(candidates: Callable[[Experiment], Sequence[Experiment]]) -> tuple[Method, Method]:
     """Return SGD with its choice of settings, and SGD for twice as many epochs."""
     sgd = Method(name="SGD", candidates=candidates)
-    return sgd, twice(sgd)
+    return sgd, double_epochs(sgd)
 
 
 def sam_and_small_m(rhos: Sequence[float], m: int) -> tuple[Method, ...]:
-    """Return SAM with one eps for the batch, with one for every m examples, and SGD normalised by m examples.
+    """Return SAM with one eps for the batch, with one for every m examples, and SGD normalized by m examples.
 
-    The last is a control: with micro-batches batch norm sees fewer examples at once, which is a regulariser by itself.
+    The last is a control: with micro-batches batch norm sees fewer examples at once, which is a regularizer by itself.
     """
     sgd = ("SGD", "SGD, twice the epochs")
     control = f"SGD, m = {m}"
@@ -193,7 +193,7 @@ def by_micro_batches(
 ) -> tuple[Method, ...]:
     """Return SGD, SGD for twice as many epochs, and SAM, all by micro-batches of m, as on the paper's accelerators."""
     sgd = Method(name=f"SGD, m = {m}", candidates=lambda base: [e for c in candidates(base) for e in with_m(m)(c)])
-    longer = twice(sgd)
+    longer = double_epochs(sgd)
     sam = Method(name=f"SAM, m = {m}", candidates=with_rho(rhos, m), after=sgd.name, against=((sgd.name, longer.name),))
     return sgd, longer, sam
 
@@ -203,13 +203,13 @@ def _doubled(base: Experiment) -> list[Experiment]:
     return [replace(base, epochs=factor * base.epochs, evaluate_every=factor * base.evaluate_every)]
 
 
-def _choosing_job(experiment: Experiment) -> Job:
+def _tuning_job(experiment: Experiment) -> Job:
     held_out = replace(experiment.data, validation=VALIDATION)
-    return Job(experiment=replace(experiment, name=f"{experiment.name} (choosing)", data=held_out), seed=CHOOSING_SEED)
+    return Job(experiment=replace(experiment, name=f"{experiment.name} (choosing)", data=held_out), seed=TUNING_SEED)
 
 
 def validation_error(outcome: Outcome) -> float | None:
     """Return by what a candidate is chosen, in %: None if it is not known, infinite if training diverged."""
-    if outcome.problem is not None:
+    if outcome.failure is not None:
         return math.inf if outcome.final else None
     return metric_by_seed([outcome], "valid_error").get(outcome.job.seed)

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from flatmin.lab.runs.directory import Metrics
-from flatmin.lab.studies.findings import Cell, Comparison, Held, Series, Verdict
+from flatmin.lab.studies.findings import Cell, Comparison, Series, Verdict, VerdictStatus
 from flatmin.lab.studies.item import Scale
 from flatmin.lab.studies.statistics import SIGNIFICANT, Interval, holm, mean_and_interval, paired_p_value
-from flatmin.lab.sweeps.jobs import Facts, Measurement, Outcome
+from flatmin.lab.sweeps.jobs import Measurement, MeasurementResult, Outcome
 
 BySeed = Mapping[int, float]
 
@@ -19,7 +19,7 @@ def metric_by_seed(outcomes: Iterable[Outcome], metric: str, factor: float = 100
 
 
 def measured_by_seed(
-    outcomes: Iterable[Outcome], measurement: Measurement, read: Callable[[Facts], float | None]
+    outcomes: Iterable[Outcome], measurement: Measurement, read: Callable[[MeasurementResult], float | None]
 ) -> dict[int, float]:
     """Return a number of what was measured, by seed, of the runs for which it was."""
     return by_seed(outcomes, lambda o: read(o.measured[measurement]) if measurement in o.measured else None)
@@ -103,13 +103,13 @@ class Contrast:
             runs=self.runs,
         )
 
-    def held(self, p_holm: float) -> Held:
+    def status(self, p_holm: float) -> VerdictStatus:
         """Say whether the claim holds, as far as the runs can show."""
         if math.isnan(p_holm):
             return "not tested"
         if p_holm >= SIGNIFICANT:
-            return "no difference shown"
-        return "held" if mean(self.differences) < 0 else "did not hold"
+            return "inconclusive"
+        return "reproduced" if mean(self.differences) < 0 else "not reproduced"
 
     def describe(self, p_holm: float) -> str:
         """Return the numbers, how many pairs, and the p-value, in a sentence."""
@@ -166,18 +166,18 @@ def judge(claim: str, contrasts: Sequence[Contrast]) -> Verdict:
     them is missing. The p-values are Holm's.
     """
     p_values = holm([contrast.p_value for contrast in contrasts])
-    parts = [contrast.held(p) for contrast, p in zip(contrasts, p_values, strict=True)]
-    held: Held = "no difference shown"
-    if "did not hold" in parts:
-        held = "did not hold"
+    parts = [contrast.status(p) for contrast, p in zip(contrasts, p_values, strict=True)]
+    status: VerdictStatus = "inconclusive"
+    if "not reproduced" in parts:
+        status = "not reproduced"
     elif "not tested" in parts or not parts:
-        held = "not tested"
-    elif all(part == "held" for part in parts):
-        held = "held"
+        status = "not tested"
+    elif all(part == "reproduced" for part in parts):
+        status = "reproduced"
     said = [contrast.describe(p) for contrast, p in zip(contrasts, p_values, strict=True)]
     if sum(not math.isnan(p) for p in p_values) > 1:
         said.append("p-values are Holm's")
-    return Verdict(claim=claim, held=held, evidence="; ".join(said) + ".")
+    return Verdict(claim=claim, status=status, evidence="; ".join(said) + ".")
 
 
 def comparisons(contrasts: Sequence[Contrast]) -> list[Comparison | str]:
@@ -194,7 +194,7 @@ def verdicts_at(scale: Scale, verdicts: Iterable[Verdict]) -> list[Verdict]:
     if scale != "smoke":
         return list(verdicts)
     nothing = "A smoke test judges nothing."
-    return [replace(v, held="not tested", evidence=f"{nothing} {v.evidence}".rstrip()) for v in verdicts]
+    return [replace(v, status="not tested", evidence=f"{nothing} {v.evidence}".rstrip()) for v in verdicts]
 
 
 def along_training(name: str, outcomes: Iterable[Outcome], read: Callable[[Metrics], float | None]) -> list[Series]:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from flatmin.lab.spec.experiment import Experiment
 from flatmin.lab.studies.statistics import Interval
 
-Held = Literal["held", "did not hold", "no difference shown", "not tested"]
+VerdictStatus = Literal["reproduced", "not reproduced", "inconclusive", "not tested"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ class SurfaceFigure:
     height_label: str
     surfaces: Sequence[Surface]
     log_height: bool = False
-    """Heights and colours on a logarithmic scale."""
+    """Heights and colors on a logarithmic scale."""
     note: str = ""
     runs: Sequence[str] = ()
     """The runs it comes from, by the names of their directories."""
@@ -117,10 +117,10 @@ class SurfaceFigure:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """One claim of the paper, and whether it held at this scale."""
+    """One claim of the paper, and whether it was reproduced at this scale."""
 
     claim: str
-    held: Held
+    status: VerdictStatus
     evidence: str
 
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from flatmin.lab.studies.findings import Findings
-from flatmin.lab.sweeps.runners import Laboratory
+from flatmin.lab.sweeps.runners import Runner
 
 Scale = Literal["paper", "laptop", "smoke"]
 """paper: its own settings, on its own data; laptop: small networks and real data, on two cores; smoke: seconds."""
 SCALES: tuple[Scale, ...] = get_args(Scale)
-Study = Callable[[Scale, Laboratory], Findings]
+Study = Callable[[Scale, Runner], Findings]
 
 
 @dataclass(frozen=True, kw_only=True)

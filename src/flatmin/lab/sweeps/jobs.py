@@ -10,7 +10,7 @@ from typing import Any, Literal
 from flatmin.lab.runs.directory import Result, read_result
 from flatmin.lab.spec.experiment import Experiment
 
-Facts = dict[str, Any]
+MeasurementResult = dict[str, Any]
 MeasurementKind = Literal["sharpness", "spectrum", "landscape", "bound", "cosine"]
 PROBLEM_FILE = "problem.json"
 
@@ -53,8 +53,8 @@ class Outcome:
     job: Job
     result: Result | None = None
     """None: not run, not finished, or it came to nothing."""
-    measured: dict[Measurement, Facts] = field(default_factory=dict)
-    problem: str | None = None
+    measured: dict[Measurement, MeasurementResult] = field(default_factory=dict)
+    failure: str | None = None
     """Why it came to nothing, for example that the loss diverged."""
     final: bool = True
     """Whether a problem is the run's own; if not (a process was killed, say), the next sweep tries again."""
@@ -62,7 +62,7 @@ class Outcome:
     @property
     def complete(self) -> bool:
         """Whether there is nothing left to do for it."""
-        if self.problem is not None:
+        if self.failure is not None:
             return self.final
         return self.result is not None and self.measured.keys() >= set(self.job.measurements)
 
@@ -71,7 +71,7 @@ def read_outcome(job: Job, runs: Path) -> Outcome:
     """Return what a folder of runs knows of a job."""
     path = runs / job.name
     if (path / PROBLEM_FILE).exists():
-        return Outcome(job=job, problem=json.loads((path / PROBLEM_FILE).read_text())["problem"])
+        return Outcome(job=job, failure=json.loads((path / PROBLEM_FILE).read_text())["problem"])
     if not (path / "result.json").exists():
         return Outcome(job=job)
     files = {m: path / "measures" / m.file_name() for m in job.measurements}
@@ -79,8 +79,8 @@ def read_outcome(job: Job, runs: Path) -> Outcome:
     return Outcome(job=job, result=read_result(path), measured=measured)
 
 
-def _read_facts(file: Path) -> Facts:
-    facts: Facts = json.loads(file.read_text())
+def _read_facts(file: Path) -> MeasurementResult:
+    facts: MeasurementResult = json.loads(file.read_text())
     return {name: _numbers(value) if isinstance(value, list) else value for name, value in facts.items()}
 
 

@@ -16,9 +16,9 @@ import torch
 
 from flatmin.lab.errors import RunError
 from flatmin.lab.sweeps.jobs import Job
-from flatmin.lab.sweeps.run_job import Ending, describe_death
+from flatmin.lab.sweeps.run_job import JobStatus, describe_death
 
-MAX_STILLBIRTHS = 3
+MAX_FAILED_STARTS = 3
 PATIENCE_SECONDS = 5.0  # for a process that was told to end
 REMINDER_SECONDS = 2.0  # training that is just at its end takes no note of a signal, and goes on to measure
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -71,7 +71,7 @@ class _Slot:
 class LocalPool:
     """Processes on this machine; they begin when there is a job for them, and one that died is replaced."""
 
-    def __init__(self, run: Callable[[Job], Ending], shares: Shares) -> None:
+    def __init__(self, run: Callable[[Job], JobStatus], shares: Shares) -> None:
         self.run, self.shares = run, shares
         self.slots = [_Slot(gpu) for gpu in shares.gpus]
         self.stopped_at, self.num_stillbirths = 0.0, 0
@@ -90,7 +90,7 @@ class LocalPool:
             if slot.process is not None:
                 if slot.job is None:
                     slot.process.join(max(0.0, until - time.monotonic()))
-                self._bury(slot)
+                self._kill_process(slot)
 
     def num_free(self) -> int:
         """Return how many jobs could begin now."""
@@ -101,15 +101,15 @@ class LocalPool:
         free = [slot for slot in self.slots if slot.job is None]
         slot = next((s for s in free if s.process is not None and s.process.is_alive()), free[0])
         if slot.process is not None and not slot.process.is_alive():
-            self._bury(slot)
+            self._kill_process(slot)
         if slot.process is None:
-            self._give_birth(slot)
+            self._start_process(slot)
         slot.job = job
         assert slot.connection is not None
         with suppress(OSError):  # it died this very moment: `ended` will see
             slot.connection.send(job)
 
-    def ended(self, seconds: float) -> list[tuple[str, Ending]]:
+    def poll(self, seconds: float) -> list[tuple[str, JobStatus]]:
         """Return the names and endings of jobs that ended; wait at most so long for one."""
         if self.stopped_at and time.monotonic() > self.stopped_at + REMINDER_SECONDS:
             self.stop()
@@ -117,7 +117,7 @@ class LocalPool:
         if not busy:
             time.sleep(seconds)
             return []
-        found: list[tuple[str, Ending]] = []
+        found: list[tuple[str, JobStatus]] = []
         # A dead process's end of the pipe is closed, so that its connection is ready as well.
         for connection in wait(list(busy), seconds):
             slot = busy[connection]  # type: ignore[index]
@@ -134,34 +134,34 @@ class LocalPool:
             if slot.job is not None and slot.process is not None:
                 slot.process.terminate()
 
-    def _heard(self, slot: _Slot) -> Ending | None:
+    def _heard(self, slot: _Slot) -> JobStatus | None:
         """Receive what a process sent; None if it only said that it is ready."""
         assert slot.connection is not None
         assert slot.process is not None
         try:
-            message: Ending | None = slot.connection.recv()
+            message: JobStatus | None = slot.connection.recv()
         except (EOFError, OSError):
             slot.process.join()
             exit_code, was_ready = slot.process.exitcode, slot.ready
-            self._bury(slot)
+            self._kill_process(slot)
             if self.stopped_at and exit_code in (0, -signal.SIGTERM):  # it had not begun, or was done just then
-                return Ending(kind="stopped")
+                return JobStatus(kind="stopped")
             if not was_ready:
                 self._count_stillbirth(exit_code)
-            return Ending(kind="died", message=describe_death(exit_code))
+            return JobStatus(kind="died", message=describe_death(exit_code))
         if message is None:
             slot.ready, self.num_stillbirths = True, 0
         return message
 
     def _count_stillbirth(self, exit_code: int | None) -> None:
         self.num_stillbirths += 1
-        if self.num_stillbirths >= MAX_STILLBIRTHS:
+        if self.num_stillbirths >= MAX_FAILED_STARTS:
             raise RunError(
                 f"The processes of the sweep end before they begin (exit code {exit_code}). A script that starts a "
                 'sweep must do so below `if __name__ == "__main__":`, because each process imports it again.'
             )
 
-    def _give_birth(self, slot: _Slot) -> None:
+    def _start_process(self, slot: _Slot) -> None:
         context = multiprocessing.get_context("spawn")  # threads do not survive a fork
         slot.connection, theirs = context.Pipe()
         slot.process = context.Process(
@@ -176,7 +176,7 @@ class LocalPool:
         slot.ready = False
 
     @staticmethod
-    def _bury(slot: _Slot) -> None:
+    def _kill_process(slot: _Slot) -> None:
         if slot.process is not None:
             slot.process.kill()
             slot.process.join()
@@ -199,7 +199,7 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _serve(connection: Connection, run: Callable[[Job], Ending], threads: int) -> None:
+def _serve(connection: Connection, run: Callable[[Job], JobStatus], threads: int) -> None:
     """Be a process of the pool: run one job after the other."""
     if os.name == "posix":
         # Ctrl-C reaches every process of a terminal; the sweep is told, and tells us with SIGTERM.
@@ -215,11 +215,11 @@ def _serve(connection: Connection, run: Callable[[Job], Ending], threads: int) -
         return  # nobody listens any more, or nothing is running
 
 
-def _ending(run: Callable[[Job], Ending], job: Job) -> Ending:
+def _ending(run: Callable[[Job], JobStatus], job: Job) -> JobStatus:
     try:
         return run(job)
     except KeyboardInterrupt:
-        return Ending(kind="stopped")
+        return JobStatus(kind="stopped")
 
 
 def _stop(*_: Any) -> None:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import torch.nn.functional as F
 
 from flatmin.lab.errors import SpecError, StorageError
-from flatmin.lab.runs.directory import write_whole
+from flatmin.lab.runs.directory import write_atomic
 from flatmin.lab.spec.fields import finite
-from flatmin.lab.sweeps.jobs import Facts, Measurement
-from flatmin.lab.training.trained_model import Trained, load_trained
+from flatmin.lab.sweeps.jobs import Measurement, MeasurementResult
+from flatmin.lab.training.trained_model import TrainedModel, load_trained
 from flatmin.measures import (
     HessianOperator,
     loss_landscape,
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 
 def measure_sharpness(
-    trained: Trained, target: Path, *, rho: float, m: int | None, steps: int, num_examples: int | None
-) -> Facts:
+    trained: TrainedModel, target: Path, *, rho: float, m: int | None, steps: int, num_examples: int | None
+) -> MeasurementResult:
     """Measure m-sharpness on training examples (Section 4.1)."""
     data = trained.training_batches(num_examples)
     found = m_sharpness(trained.network, F.cross_entropy, data, rho=rho, m=m, steps=steps)
@@ -49,8 +49,8 @@ def measure_sharpness(
 
 
 def measure_spectrum(
-    trained: Trained, target: Path, *, num_eigenvalues: int, steps: int, probes: int, num_examples: int | None
-) -> Facts:
+    trained: TrainedModel, target: Path, *, num_eigenvalues: int, steps: int, probes: int, num_examples: int | None
+) -> MeasurementResult:
     """Measure the largest eigenvalues and the density of the Hessian of the training loss (Section 4.2)."""
     data = trained.training_batches(num_examples)
     operator = HessianOperator(trained.network, F.cross_entropy, data)
@@ -69,7 +69,9 @@ def measure_spectrum(
     return _written(target, _weights(trained) | facts, density.plot)
 
 
-def measure_landscape(trained: Trained, target: Path, *, span: float, points: int, num_examples: int | None) -> Facts:
+def measure_landscape(
+    trained: TrainedModel, target: Path, *, span: float, points: int, num_examples: int | None
+) -> MeasurementResult:
     """Measure the loss on a plane through the weights (Figure 1); a killed grid goes on where it stopped."""
     data = trained.training_batches(num_examples)
     found = loss_landscape(
@@ -81,11 +83,11 @@ def measure_landscape(trained: Trained, target: Path, *, span: float, points: in
         cache=target.with_suffix(".cache"),
     )
     found.save_html(target.with_suffix(".html"))
-    centre = float(found.loss[points // 2, points // 2])
+    center = float(found.loss[points // 2, points // 2])
     facts = {
-        "loss_at_centre": centre,
+        "loss_at_centre": center,
         "highest_loss": float(found.loss.max()),
-        "mean_rise": float((found.loss - centre).sum() / (points**2 - 1)),
+        "mean_rise": float((found.loss - center).sum() / (points**2 - 1)),
         "span": span,
         "points": points,
         "num_examples": sum(len(labels) for _, labels in data),
@@ -96,7 +98,9 @@ def measure_landscape(trained: Trained, target: Path, *, span: float, points: in
     return _written(target, _weights(trained) | facts, found.plot)
 
 
-def measure_bound(trained: Trained, target: Path, *, rho: float, delta: float, num_examples: int | None) -> Facts:
+def measure_bound(
+    trained: TrainedModel, target: Path, *, rho: float, delta: float, num_examples: int | None
+) -> MeasurementResult:
     """Estimate the PAC-Bayes bound on the 0-1 error, term by term (Appendix A)."""
     data = trained.training_batches(num_examples)
     found = pac_bayes_bound(trained.network, F.cross_entropy, data, rho=rho, delta=delta, metric="error")
@@ -118,10 +122,10 @@ def measure_bound(trained: Trained, target: Path, *, rho: float, delta: float, n
     return _written(target, _weights(trained) | facts, found.plot)
 
 
-def measure_cosine(trained: Trained, target: Path, *, rho: float | None, num_examples: int) -> Facts:
+def measure_cosine(trained: TrainedModel, target: Path, *, rho: float | None, num_examples: int) -> MeasurementResult:
     """Measure the cosine of SAM's first- and second-order updates on one training batch (Appendix C.4).
 
-    The network is in evaluation mode, as for all measures: batch norm normalises with its running statistics.
+    The network is in evaluation mode, as for all measures: batch norm normalizes with its running statistics.
     """
     batch = trained.training_batches(num_examples, batch_size=num_examples)[0]
     radius = trained.experiment.optim.rho if rho is None else rho
@@ -131,7 +135,7 @@ def measure_cosine(trained: Trained, target: Path, *, rho: float | None, num_exa
 
 
 # What each kind of measurement calls, and the settings it has where nothing else is said.
-MEASURES: dict[str, tuple[Callable[..., Facts], Facts]] = {
+MEASURES: dict[str, tuple[Callable[..., MeasurementResult], MeasurementResult]] = {
     "sharpness": (measure_sharpness, {"rho": 0.05, "m": None, "steps": 1, "num_examples": None}),
     "spectrum": (measure_spectrum, {"num_eigenvalues": 5, "steps": 80, "probes": 4, "num_examples": None}),
     "landscape": (measure_landscape, {"span": 1.0, "points": 51, "num_examples": None}),
@@ -140,7 +144,7 @@ MEASURES: dict[str, tuple[Callable[..., Facts], Facts]] = {
 }
 
 
-def measurement_settings(measurement: Measurement) -> Facts:
+def measurement_settings(measurement: Measurement) -> MeasurementResult:
     """Return all settings of a measurement, defaults included.
 
     Raises:
@@ -169,7 +173,7 @@ def measure_run(run: Path, measurements: Sequence[Measurement], data_root: Path 
         DataError: the dataset is missing or damaged.
         StorageError: what was found cannot be written.
     """
-    trained: Trained | None = None
+    trained: TrainedModel | None = None
     for epoch in dict.fromkeys(measurement.epoch for measurement in measurements):
         trained = load_trained(run, data_root=data_root, epoch=epoch) if trained is None else trained.at_epoch(epoch)
         for measurement in measurements:
@@ -178,16 +182,16 @@ def measure_run(run: Path, measurements: Sequence[Measurement], data_root: Path 
                 MEASURES[measurement.kind][0](trained, target, **measurement_settings(measurement))
 
 
-def _weights(trained: Trained) -> Facts:
+def _weights(trained: TrainedModel) -> MeasurementResult:
     return {"epoch": trained.origin.epoch, "step": trained.origin.step}
 
 
-def _written(target: Path, facts: Facts, plot: Callable[[], "Figure"] | None = None) -> Facts:
+def _written(target: Path, facts: MeasurementResult, plot: Callable[[], "Figure"] | None = None) -> MeasurementResult:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         if plot is not None:
             plot().savefig(target.with_suffix(".svg"))
     except OSError as error:
         raise StorageError(f"{target.parent} cannot be written to: {error}.") from error
-    write_whole(target.with_suffix(".json"), json.dumps(finite(facts), indent=2) + "\n")  # last: where it is, all is
+    write_atomic(target.with_suffix(".json"), json.dumps(finite(facts), indent=2) + "\n")  # last: where it is, all is
     return facts

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flatmin.lab.sweeps.jobs import Job, read_outcome
-from flatmin.lab.training.step_cost import passes_of_a_step
+from flatmin.lab.training.step_cost import passes_per_step
 
 State = Literal["waiting", "running", "done", "failed"]
 REFRESHES_PER_SECOND = 2
@@ -21,7 +21,7 @@ OTHER_LINES = 8  # of a terminal's height: the table's frame, sums, the prompt
 
 def passes(job: Job) -> int:
     """Return how many passes over the training set a job takes in all, by which its length is guessed."""
-    return job.experiment.epochs * passes_of_a_step(job.experiment)
+    return job.experiment.epochs * passes_per_step(job.experiment)
 
 
 class SweepProgress:

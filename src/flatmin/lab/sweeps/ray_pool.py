@@ -19,7 +19,7 @@ import torch
 from flatmin.lab.data.roots import ENVIRONMENT_VARIABLE
 from flatmin.lab.errors import RunError
 from flatmin.lab.sweeps.jobs import Job
-from flatmin.lab.sweeps.run_job import Ending, describe
+from flatmin.lab.sweeps.run_job import JobStatus, describe
 
 PROBE_SECONDS = 120.0  # a node's first process has to import torch
 
@@ -28,7 +28,7 @@ class RayPool:
     """Tasks on a Ray cluster: an existing one, or one on this machine that lasts as long as the pool."""
 
     def __init__(
-        self, run: Callable[[Job], Ending], runs: Path, address: str | None, *, processes: int, threads: int
+        self, run: Callable[[Job], JobStatus], runs: Path, address: str | None, *, processes: int, threads: int
     ) -> None:
         try:
             import ray
@@ -76,7 +76,7 @@ class RayPool:
         reference = self.task.remote(self.run, job, self.threads, os.getcwd())
         self.running[reference] = job.name
 
-    def ended(self, seconds: float) -> list[tuple[str, Ending]]:
+    def poll(self, seconds: float) -> list[tuple[str, JobStatus]]:
         """Return the names and endings of jobs that ended; wait at most so long for one."""
         if not self.running:
             time.sleep(seconds)
@@ -89,17 +89,17 @@ class RayPool:
         for reference in self.running:
             self.ray.cancel(reference)
 
-    def _ending(self, reference: Any) -> Ending:
+    def _ending(self, reference: Any) -> JobStatus:
         exceptions = self.ray.exceptions
         try:
-            ending: Ending = self.ray.get(reference)
+            ending: JobStatus = self.ray.get(reference)
         except exceptions.TaskCancelledError:
-            return Ending(kind="stopped")
+            return JobStatus(kind="stopped")
         except exceptions.RayTaskError as error:
-            return Ending(kind="failed", message=describe(error.cause or error))
+            return JobStatus(kind="failed", message=describe(error.cause or error))
         except exceptions.RayError as error:
             first_line = next(iter(str(error).splitlines()), "")
-            return Ending(kind="died", message=f"Its process or node died ({type(error).__name__}: {first_line})")
+            return JobStatus(kind="died", message=f"Its process or node died ({type(error).__name__}: {first_line})")
         return ending
 
     def _connect(self) -> None:
@@ -173,7 +173,7 @@ def _probe_on_node(probe: str, node: str) -> str | None:
     return token
 
 
-def _run_on_node(run: Callable[[Job], Ending], job: Job, threads: int, folder: str) -> Ending:
+def _run_on_node(run: Callable[[Job], JobStatus], job: Job, threads: int, folder: str) -> JobStatus:
     if Path(folder).is_dir():
         os.chdir(folder)  # relative paths in the spec mean what they mean where the sweep was started
     torch.set_num_threads(threads)

@@ -8,7 +8,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Protocol
 
-from flatmin.lab.errors import BusyError, DataError, DivergedError, InterruptedRun, ModelError, SpecError, StorageError
+from flatmin.lab.errors import (
+    DataError,
+    DivergedError,
+    InterruptedRun,
+    ModelError,
+    RunLockedError,
+    SpecError,
+    StorageError,
+)
 from flatmin.lab.runs.directory import RunDirectory
 from flatmin.lab.sweeps.jobs import PROBLEM_FILE, Job, read_outcome
 from flatmin.lab.sweeps.measurements import measure_run
@@ -18,7 +26,7 @@ USER_MISTAKES = (SpecError, DataError, ModelError, StorageError)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ending:
+class JobStatus:
     """How a job ended; plain values, so that it can be sent from one process to another."""
 
     kind: Literal["done", "diverged", "stopped", "busy", "mistake", "failed", "died"]
@@ -45,7 +53,7 @@ class Pool(Protocol):
         """Let a job begin."""
         ...
 
-    def ended(self, seconds: float) -> list[tuple[str, Ending]]:
+    def poll(self, seconds: float) -> list[tuple[str, JobStatus]]:
         """Return the names and endings of jobs that ended; wait at most so long for one."""
         ...
 
@@ -54,7 +62,7 @@ class Pool(Protocol):
         ...
 
 
-def run_job(job: Job, runs: Path, data_root: Path | None, checkpoint_seconds: float) -> Ending:
+def run_job(job: Job, runs: Path, data_root: Path | None, checkpoint_seconds: float) -> JobStatus:
     """Train, from the last checkpoint if there is one, then measure what was not measured yet, and say how it ended.
 
     A loss that diverged is written to RUN/problem.json: the same would happen again. Nothing is raised.
@@ -68,17 +76,17 @@ def run_job(job: Job, runs: Path, data_root: Path | None, checkpoint_seconds: fl
     try:
         train(job.experiment, seed=job.seed, runs=runs, data_root=data_root, checkpoint_seconds=checkpoint_seconds)
         _measure_missing(job, runs, data_root)
-        return Ending(kind="done")
+        return JobStatus(kind="done")
     except DivergedError as error:
         return _diverged(job, runs, str(error))
     except InterruptedRun as error:
-        return Ending(kind="stopped", message=str(error))
-    except BusyError as error:
-        return Ending(kind="busy", message=str(error))
+        return JobStatus(kind="stopped", message=str(error))
+    except RunLockedError as error:
+        return JobStatus(kind="busy", message=str(error))
     except USER_MISTAKES as error:
-        return Ending(kind="mistake", message=str(error), error=error)
+        return JobStatus(kind="mistake", message=str(error), error=error)
     except Exception as error:
-        return Ending(kind="failed", message=describe(error))
+        return JobStatus(kind="failed", message=describe(error))
 
 
 def _measure_missing(job: Job, runs: Path, data_root: Path | None) -> None:
@@ -92,12 +100,12 @@ def _measure_missing(job: Job, runs: Path, data_root: Path | None) -> None:
         measure_run(directory.path, missing, data_root)
 
 
-def _diverged(job: Job, runs: Path, message: str) -> Ending:
+def _diverged(job: Job, runs: Path, message: str) -> JobStatus:
     try:
         RunDirectory(job.experiment, job.seed, runs).write_json(PROBLEM_FILE, {"problem": message})
     except StorageError as error:
-        return Ending(kind="mistake", message=str(error), error=error)
-    return Ending(kind="diverged", message=message)
+        return JobStatus(kind="mistake", message=str(error), error=error)
+    return JobStatus(kind="diverged", message=message)
 
 
 def describe(error: BaseException) -> str:

@@ -8,7 +8,7 @@ from flatmin.lab.runs.directory import Metrics, Result
 from flatmin.lab.sweeps.jobs import Job, Outcome, read_outcome
 
 
-class Laboratory(Protocol):
+class Runner(Protocol):
     """Where studies get their runs from: a sweep that runs what is missing, or a folder that is only read."""
 
     def outcomes(self, jobs: Sequence[Job], what: str) -> list[Outcome]:
@@ -21,7 +21,7 @@ class Laboratory(Protocol):
         ...
 
 
-class Archive:
+class ReadOnlyRunner:
     """A folder of runs that is only read: what was not run is missing from the outcomes."""
 
     def __init__(self, runs: Path) -> None:
@@ -32,11 +32,11 @@ class Archive:
         return [read_outcome(job, self.runs) for job in jobs]
 
 
-class Restricted:
+class FilteredRunner:
     """A laboratory that runs only some of the jobs it is asked for; what is known of the others is read."""
 
-    def __init__(self, lab: Laboratory, archive: Archive, only: Sequence[str]) -> None:
-        self.lab, self.archive, self.only = lab, archive, only
+    def __init__(self, runner: Runner, archive: ReadOnlyRunner, only: Sequence[str]) -> None:
+        self.runner, self.archive, self.only = runner, archive, only
         self.num_meant = 0
         """How many of the jobs that it was asked for are meant."""
 
@@ -45,17 +45,17 @@ class Restricted:
         wanted = [job for job in jobs if is_meant(label(job), self.only)]
         self.num_meant += len(wanted)
         if wanted:
-            self.lab.outcomes(wanted, what)
+            self.runner.outcomes(wanted, what)
         return self.archive.outcomes(jobs, what)
 
 
-class Planner:
+class DryRunner:
     """A laboratory that runs nothing and remembers what it was asked for.
 
     Runs that choose settings seem to end alike, so that studies go on to ask for all they need.
     """
 
-    def __init__(self, known: Laboratory | None = None) -> None:
+    def __init__(self, known: Runner | None = None) -> None:
         self.known = known
         """Where runs are looked up first, so that choices that were made are those of the plan; nowhere if None."""
         self.jobs: dict[str, Job] = {}
@@ -83,22 +83,22 @@ class Planner:
         )
 
 
-class Notebook:
+class RecordingRunner:
     """A laboratory that remembers what a study asked it for."""
 
-    def __init__(self, lab: Laboratory) -> None:
-        self._lab = lab
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
         self._incomplete: dict[str, bool] = {}
         self._problems: dict[str, str] = {}
 
     def outcomes(self, jobs: Sequence[Job], what: str) -> list[Outcome]:
         """Return the outcome of each job, in the same order."""
-        found = self._lab.outcomes(jobs, what)
+        found = self._runner.outcomes(jobs, what)
         for outcome in found:
             name = outcome.job.name
             self._incomplete[name] = self._incomplete.get(name, False) or not outcome.complete
-            if outcome.problem is not None:
-                self._problems[name] = outcome.problem
+            if outcome.failure is not None:
+                self._problems[name] = outcome.failure
         return found
 
     def replicas(self, groups: Mapping[str, Sequence[Job]], what: str) -> dict[str, list[Outcome]]:

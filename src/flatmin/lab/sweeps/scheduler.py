@@ -9,7 +9,7 @@ from flatmin.lab.runs.checkpoint import latest_step
 from flatmin.lab.runs.directory import is_finished
 from flatmin.lab.sweeps.jobs import Job
 from flatmin.lab.sweeps.progress import SweepProgress, passes
-from flatmin.lab.sweeps.run_job import Ending, Pool
+from flatmin.lab.sweeps.run_job import JobStatus, Pool
 from flatmin.lab.training.session import Interruption
 
 POLL_SECONDS = 0.25
@@ -21,7 +21,7 @@ def prerequisite(job: Job) -> str | None:
     return job.experiment.first_stage().run_name(job.seed) if job.experiment.data.bootstrap else None
 
 
-class Schedule:
+class JobScheduler:
     """Which job is next, and what follows from how one ended."""
 
     def __init__(self, jobs: dict[str, Job], pool: Pool, progress: SweepProgress, attempts: int) -> None:
@@ -36,7 +36,7 @@ class Schedule:
         self.running: dict[str, Job] = {}
         self.failures: dict[str, str] = {}
         self.num_attempts: Counter[str] = Counter()
-        self.ground: dict[str, tuple[int, ...]] = {}
+        self.saved_progress: dict[str, tuple[int, ...]] = {}
         self.not_before: dict[str, float] = {}
         self.mistake: Exception | None = None
 
@@ -47,10 +47,10 @@ class Schedule:
                 self._stop(interruption.signal_number)
             while self.pool.num_free() > 0 and (name := self._next()) is not None:
                 self.running[name] = self.waiting.pop(name)
-                self.ground.setdefault(name, self._ground(name))
+                self.saved_progress.setdefault(name, self._saved_progress(name))
                 self.progress.started(name)
                 self.pool.start(self.running[name])
-            for name, ending in self.pool.ended(POLL_SECONDS):
+            for name, ending in self.pool.poll(POLL_SECONDS):
                 self._note(name, ending)
         if self.mistake is not None:
             raise self.mistake
@@ -73,7 +73,7 @@ class Schedule:
     def _is_trained(self, name: str) -> bool:
         return is_finished(self.progress.runs / name)
 
-    def _ground(self, name: str) -> tuple[int, ...]:
+    def _saved_progress(self, name: str) -> tuple[int, ...]:
         """Return how far a job has come for good: steps of its first stage and of its own, what is measured of it."""
         runs, need = self.progress.runs, self.needs[name]
         measures = runs / name / "measures"
@@ -84,7 +84,7 @@ class Schedule:
             sum(cache.stat().st_size for cache in measures.glob("*.cache")),  # a landscape is kept point by point
         )
 
-    def _note(self, name: str, ending: Ending) -> None:
+    def _note(self, name: str, ending: JobStatus) -> None:
         job = self.running.pop(name)
         if ending.kind in ("done", "diverged"):
             self.progress.ended(name, ending.message or None)
@@ -102,10 +102,10 @@ class Schedule:
             self._note_failure(name, job, ending.message)
 
     def _note_failure(self, name: str, job: Job, message: str) -> None:
-        ground = self._ground(name)
-        if ground > self.ground[name]:
+        progress_now = self._saved_progress(name)
+        if progress_now > self.saved_progress[name]:
             # On nodes that come and go every attempt ends so, and each of them is worth its time.
-            self.ground[name], self.num_attempts[name] = ground, 0
+            self.saved_progress[name], self.num_attempts[name] = progress_now, 0
         else:
             self.num_attempts[name] += 1
         if self.num_attempts[name] < self.attempts:
@@ -120,7 +120,7 @@ class Schedule:
         self.pool.stop()
         lost: list[str] = []
         while self.running:
-            for name, ending in self.pool.ended(POLL_SECONDS):
+            for name, ending in self.pool.poll(POLL_SECONDS):
                 if ending.kind in ("stopped", "busy"):
                     del self.running[name]
                 elif ending.kind in ("failed", "died"):

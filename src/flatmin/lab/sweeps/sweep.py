@@ -17,9 +17,9 @@ from flatmin.lab.sweeps.local_pool import LocalPool, machine_shares
 from flatmin.lab.sweeps.measurements import measurement_settings
 from flatmin.lab.sweeps.progress import SweepProgress
 from flatmin.lab.sweeps.run_job import Pool, run_job
-from flatmin.lab.sweeps.scheduler import Schedule
+from flatmin.lab.sweeps.scheduler import JobScheduler
 from flatmin.lab.training.engine import CHECKPOINT_SECONDS
-from flatmin.lab.training.session import noted_signals
+from flatmin.lab.training.session import deferred_signals
 
 __all__ = ["Engine", "Sweeper", "run_job", "sweep"]
 
@@ -84,7 +84,7 @@ def sweep(
 
 
 class Sweeper:
-    """A laboratory (`jobs.Laboratory`) that runs what is missing; its processes are kept from one call to the next.
+    """A laboratory (`jobs.Runner`) that runs what is missing; its processes are kept from one call to the next.
 
     Use it in a ``with`` statement; the arguments are those of `sweep`.
     """
@@ -133,14 +133,14 @@ class Sweeper:
         for name, job in united.items():
             known = read_outcome(job, self.runs)
             if known.complete:
-                progress.complete_before(name, failed=known.problem is not None)
+                progress.complete_before(name, failed=known.failure is not None)
             else:
                 missing[name] = job
         failures: dict[str, str] = {}
         if missing:
-            schedule = Schedule(missing, self._ready_pool(), progress, self.attempts)
+            schedule = JobScheduler(missing, self._ready_pool(), progress, self.attempts)
             try:
-                with noted_signals() as interruption, progress.shown():
+                with deferred_signals() as interruption, progress.shown():
                     failures = schedule.run(interruption)
             except BaseException:
                 self.close()  # whatever is still running must not go on unseen
@@ -162,7 +162,7 @@ class Sweeper:
         return self._pool
 
     def _say_problems(self, outcomes: Sequence[Outcome], failures: dict[str, str]) -> None:
-        problems = {o.job.name: o.problem for o in outcomes if o.problem is not None}
+        problems = {o.job.name: o.failure for o in outcomes if o.failure is not None}
         if self.console is None or not problems:
             return
         self.console.print(f"{len(problems)} of {len({o.job.name for o in outcomes})} runs came to nothing:")
@@ -183,4 +183,4 @@ def unite(jobs: Sequence[Job]) -> dict[str, Job]:
 
 def _outcome(job: Job, runs: Path, failures: dict[str, str]) -> Outcome:
     outcome = read_outcome(job, runs)
-    return outcome if outcome.complete else dataclasses.replace(outcome, problem=failures.get(job.name), final=False)
+    return outcome if outcome.complete else dataclasses.replace(outcome, failure=failures.get(job.name), final=False)

@@ -24,7 +24,7 @@ class Workers:
     device: torch.device
 
     @property
-    def leads(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this worker writes files and talks to people."""
         return self.rank == 0
 
@@ -54,7 +54,7 @@ class Workers:
         dist.all_gather(gathered, values)
         return gathered
 
-    def from_leader(self, content: bytes | None) -> bytes | None:
+    def broadcast_bytes(self, content: bytes | None) -> bytes | None:
         """Return what the leading worker passed."""
         if self.count == 1:
             return content
@@ -63,12 +63,12 @@ class Workers:
         if size.item() < 0:
             return None
         body = torch.empty(int(size), dtype=torch.uint8, device=self.device)
-        if self.leads and content is not None:
+        if self.is_main and content is not None:
             body.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
         dist.broadcast(body, src=0)
         return body.cpu().numpy().tobytes()
 
-    def wait(self) -> None:
+    def barrier(self) -> None:
         """Wait until all workers are here."""
         if self.count > 1:
             dist.barrier()

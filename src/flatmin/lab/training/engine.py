@@ -19,7 +19,13 @@ from flatmin.lab.data.pipeline import Pipeline, epoch_batches
 from flatmin.lab.data.randomness import Purpose, torch_seed
 from flatmin.lab.errors import DivergedError, InterruptedRun, RunError
 from flatmin.lab.models.build import build_model, freeze_batch_norm, input_statistics
-from flatmin.lab.runs.checkpoint import keep_weights, latest_checkpoint, prepare_folder, read_state, save_checkpoint
+from flatmin.lab.runs.checkpoint import (
+    latest_checkpoint,
+    prepare_folder,
+    read_state,
+    save_checkpoint,
+    save_epoch_weights,
+)
 from flatmin.lab.runs.directory import Metrics, Result, RunDirectory, is_finished
 from flatmin.lab.runs.tensorboard import tensorboard, write_events
 from flatmin.lab.spec.experiment import Experiment
@@ -28,8 +34,8 @@ from flatmin.lab.training.divergence import remedies
 from flatmin.lab.training.evaluation import evaluate, what_is_evaluated
 from flatmin.lab.training.relabel import has_predicted_labels, with_predicted_labels, write_predicted_labels
 from flatmin.lab.training.schedule import learning_rate
-from flatmin.lab.training.session import Clock, Interruption, Listener, Progress, noted_signals
-from flatmin.lab.training.steps import StepMeasured, Stepper
+from flatmin.lab.training.session import Callback, Clock, Interruption, RunProgress, deferred_signals
+from flatmin.lab.training.steps import StepMetrics, Stepper
 from flatmin.lab.training.trained_model import load_trained, with_weights_file
 
 CHECKPOINT_SECONDS = 60.0
@@ -42,7 +48,7 @@ def train(
     seed: int = 0,
     runs: Path = Path("runs"),
     data_root: Path | None = None,
-    listener: Listener | None = None,
+    callback: Callback | None = None,
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
 ) -> Result:
     """Train, evaluate after every epoch, and return the result; go on where an earlier session stopped.
@@ -52,7 +58,7 @@ def train(
         seed: initial weights, order, augmentation and random layers.
         runs: the folder of all runs; this one's directory is in it, named by ``experiment.run_name(seed)``.
         data_root: the first folder in which datasets are looked for.
-        listener: is told how it goes.
+        callback: is told how it goes.
         checkpoint_seconds: how long to train, at most, before saving; 0 saves after every step.
 
     Returns:
@@ -62,15 +68,15 @@ def train(
         DataError: the dataset is missing or damaged.
         ModelError: the network or its checkpoint cannot be had.
         StorageError: nothing can be written.
-        BusyError: another process works on this run.
+        RunLockedError: another process works on this run.
         RunError: another experiment is in its directory, or there are more workers than examples in a batch.
         DivergedError: the loss became NaN or infinite.
         InterruptedRun: SIGTERM or Ctrl-C came; everything is saved.
     """
     with join_workers() as workers:
         if experiment.data.bootstrap and not is_finished(runs / experiment.run_name(seed)):
-            _train(experiment.first_stage(), seed, runs, data_root, listener, checkpoint_seconds, workers)
-        return _train(experiment, seed, runs, data_root, listener, checkpoint_seconds, workers)
+            _train(experiment.first_stage(), seed, runs, data_root, callback, checkpoint_seconds, workers)
+        return _train(experiment, seed, runs, data_root, callback, checkpoint_seconds, workers)
 
 
 def _train(
@@ -78,25 +84,25 @@ def _train(
     seed: int,
     runs: Path,
     data_root: Path | None,
-    listener: Listener | None,
+    callback: Callback | None,
     checkpoint_seconds: float,
     workers: Workers,
 ) -> Result:
     """Train one network; one that bootstraps needs its finished first stage."""
     with ExitStack() as stack:
         directory = RunDirectory(experiment, seed, runs)
-        if workers.leads:
+        if workers.is_main:
             directory.open(workers.count)
             stack.callback(directory.close)
-        workers.wait()
+        workers.barrier()
         finished = directory.result()
         if finished is not None:
             return finished
         stack.enter_context(torch.random.fork_rng([workers.device] if workers.device.type == "cuda" else []))
-        interruption = stack.enter_context(noted_signals())
+        interruption = stack.enter_context(deferred_signals())
         run = _Run(experiment, seed, directory, workers, data_root)
         run.resume()
-        return run.to_the_end(listener if workers.leads else None, interruption, checkpoint_seconds)
+        return run.run_epochs(callback if workers.is_main else None, interruption, checkpoint_seconds)
 
 
 class _Run:
@@ -108,12 +114,12 @@ class _Run:
         self.experiment, self.directory, self.workers = experiment, directory, workers
         self.dataset = _load_once(experiment, workers, data_root)
         if experiment.data.bootstrap:
-            if workers.leads and not has_predicted_labels(directory.path):
+            if workers.is_main and not has_predicted_labels(directory.path):
                 first = load_trained(
                     directory.path.with_name(experiment.first_stage().run_name(seed)), data_root=data_root
                 )
                 write_predicted_labels(directory.path, self.dataset.train.labels, first.predicted_labels())
-            workers.wait()
+            workers.barrier()
             self.dataset = with_predicted_labels(self.dataset, directory.path)
             seed = torch_seed(seed, Purpose.SECOND_STAGE)  # from scratch: another start, another order
         self.seed = seed
@@ -143,19 +149,19 @@ class _Run:
                 "least. Use a larger data.batch_size (or more data), or fewer workers."
             )
         self.evaluated = what_is_evaluated(info.num_classes)
-        self.progress = Progress(sums=torch.zeros(5, dtype=torch.float64, device=workers.device))
+        self.progress = RunProgress(sums=torch.zeros(5, dtype=torch.float64, device=workers.device))
         self.bad_step = torch.tensor(-1, device=workers.device)
         self.attention_steps = GPU_ATTENTION_STEPS if workers.device.type == "cuda" else 1
 
     def resume(self) -> None:
         """Load the latest whole checkpoint, or save the start, so that it is known that checkpoints can be written."""
-        if self.workers.leads:
+        if self.workers.is_main:
             prepare_folder(self.directory.checkpoints, self._checkpoint_bytes())
-        found = latest_checkpoint(self.directory.checkpoints) if self.workers.leads else None
-        content = self.workers.from_leader(found)
+        found = latest_checkpoint(self.directory.checkpoints) if self.workers.is_main else None
+        content = self.workers.broadcast_bytes(found)
         if content is not None:
             self._load(read_state(content, self.workers.device))
-        if self.workers.leads:
+        if self.workers.is_main:
             precision = self.stepper.precision
             self.directory.add_environment({"num_workers": self.workers.count, "precision": precision})
             self.directory.write_history(self.progress.history)
@@ -166,12 +172,12 @@ class _Run:
             self.save()
             self._keep_weights()
 
-    def to_the_end(self, listener: Listener | None, interruption: Interruption, checkpoint_seconds: float) -> Result:
+    def run_epochs(self, callback: Callback | None, interruption: Interruption, checkpoint_seconds: float) -> Result:
         """Train the remaining epochs."""
         progress, clock = self.progress, Clock(checkpoint_seconds)
-        if listener is not None:
-            listener.on_start(self.directory.path, self.num_steps, progress.step)
-        with tensorboard(self.directory.path, progress.epoch) if self.workers.leads else nullcontext() as events:
+        if callback is not None:
+            callback.on_start(self.directory.path, self.num_steps, progress.step)
+        with tensorboard(self.directory.path, progress.epoch) if self.workers.is_main else nullcontext() as events:
             while not self._finished():
                 self._training_mode()
                 clock.start()
@@ -182,17 +188,17 @@ class _Run:
                     progress.step, progress.batch = progress.step + 1, batch.number + 1
                     num_examples = round(len(batch.examples) * self.workers.count / batch.share)
                     clock.num_examples += num_examples
-                    if listener is not None:
-                        listener.on_step(progress.step, num_examples, measured)
+                    if callback is not None:
+                        callback.on_step(progress.step, num_examples, measured)
                     if progress.batch < self.steps_per_epoch and progress.step % self.attention_steps == 0:
                         self._pause(clock, interruption)
                 self._stop_if_diverged()
                 progress.time_seconds += clock.stop()
-                self._complete_epoch(events, listener, clock.examples_per_second, lr)
+                self._complete_epoch(events, callback, clock.examples_per_second, lr)
                 self._pause(clock, interruption)
-        if self.workers.leads:
+        if self.workers.is_main:
             self.directory.finish(progress.history, progress.time_seconds)
-        self.workers.wait()
+        self.workers.barrier()
         result = self.directory.result()
         assert result is not None
         return result
@@ -202,7 +208,7 @@ class _Run:
         if self.experiment.model.freeze_batch_norm:
             freeze_batch_norm(self.network)
 
-    def _count(self, measured: StepMeasured, num_examples: int) -> None:
+    def _count(self, measured: StepMetrics, num_examples: int) -> None:
         """Add a step to the epoch's sums and remember the first step with a loss that is no number, on the device."""
         at_w, perturbed = measured.at_w, measured.perturbed
         means = torch.stack([at_w.loss, at_w.error, perturbed.loss, perturbed.error]).double()
@@ -210,7 +216,7 @@ class _Run:
         diverges_now = ~means.isfinite().all() & (self.bad_step < 0)
         self.bad_step = torch.where(diverges_now, self.progress.step, self.bad_step)
 
-    def _complete_epoch(self, events: Any, listener: Listener | None, examples_per_second: float, lr: float) -> None:
+    def _complete_epoch(self, events: Any, callback: Callback | None, examples_per_second: float, lr: float) -> None:
         """Evaluate, write the epoch's line, and begin the next epoch."""
         progress, sam = self.progress, self.experiment.optim.rho > 0
         num, loss, error, perturbed_loss, perturbed_error = self.workers.sum(progress.sums).tolist()
@@ -232,13 +238,13 @@ class _Run:
                 found = self._evaluate(images) if evaluates else dict.fromkeys(self.evaluated)
                 metrics.update({f"{name}_{key}": value for key, value in found.items()})
         self._keep_weights()
-        if self.workers.leads:
+        if self.workers.is_main:
             speed: Metrics = {"epoch": progress.epoch, "images_per_second": examples_per_second}
             self.directory.add_metrics(metrics)
             self.directory.add_speed(speed)
             write_events(events, metrics | speed)
-            if listener is not None:
-                listener.on_epoch(metrics, speed)
+            if callback is not None:
+                callback.on_epoch(metrics, speed)
 
     def _finished(self) -> bool:
         """Return whether all epochs are done, or the training set is fitted as well as was asked."""
@@ -254,14 +260,14 @@ class _Run:
     def _keep_weights(self) -> None:
         """Save the weights apart where measures along training were asked for."""
         every, epoch = self.experiment.keep_every, self.progress.epoch
-        if self.workers.leads and every is not None and epoch % every == 0:
-            keep_weights(self.directory.weights, epoch, {"model": self.network.state_dict()})
+        if self.workers.is_main and every is not None and epoch % every == 0:
+            save_epoch_weights(self.directory.weights, epoch, {"model": self.network.state_dict()})
 
     def _pause(self, clock: Clock, interruption: Interruption) -> None:
         """Between two steps: stop if the loss is no number, save if it is time to, stop if a signal came."""
         self._stop_if_diverged()
         finished = self._finished()
-        due = finished or (self.workers.leads and clock.checkpoint_is_due())
+        due = finished or (self.workers.is_main and clock.checkpoint_is_due())
         stop, save = self._largest(0 if finished else interruption.signal_number, int(due))
         if stop or save:
             self.progress.time_seconds += clock.stop()
@@ -294,7 +300,7 @@ class _Run:
     def save(self) -> None:
         """Write a checkpoint; every worker takes part."""
         sums = torch.stack(self.workers.gather(self.progress.sums)).cpu()
-        if self.workers.leads:
+        if self.workers.is_main:
             progress = self.progress
             state = {
                 "model": self.network.state_dict(),
@@ -306,7 +312,7 @@ class _Run:
     def _load(self, state: dict[str, Any]) -> None:
         self.network.load_state_dict(state["model"])
         self.stepper.optimizer.load_state_dict(state["optimizer"])
-        self.progress = Progress.from_state(state, self.workers)
+        self.progress = RunProgress.from_state(state, self.workers)
 
     def _checkpoint_bytes(self) -> int:
         copies = {"sgd": 2, "adamw": 3}[self.experiment.optim.name]  # the weights and the optimizer's averages
@@ -315,6 +321,6 @@ class _Run:
 
 def _load_once(experiment: Experiment, workers: Workers, data_root: Path | None) -> Dataset:
     """Load the dataset; where it has to be downloaded, the leading worker does so first."""
-    dataset = load_dataset(experiment.data, data_root=data_root) if workers.leads else None
-    workers.wait()
+    dataset = load_dataset(experiment.data, data_root=data_root) if workers.is_main else None
+    workers.barrier()
     return dataset if dataset is not None else load_dataset(experiment.data, data_root=data_root)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatmin.lab.data.datasets import Dataset
-from flatmin.lab.runs.directory import write_whole
+from flatmin.lab.runs.directory import write_atomic
 
 FILE = "predicted_labels.json"
 
@@ -16,7 +16,7 @@ FILE = "predicted_labels.json"
 def write_predicted_labels(run: Path, given: NDArray[np.int64], predicted: NDArray[np.int64]) -> None:
     """Keep the predictions in the directory of the second run: a resumed one has to see the same labels."""
     content = {"num_changed": int((given != predicted).sum()), "labels": predicted.tolist()}
-    write_whole(run / FILE, json.dumps(content) + "\n")
+    write_atomic(run / FILE, json.dumps(content) + "\n")
 
 
 def has_predicted_labels(run: Path) -> bool:

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from flatmin.lab.runs.directory import Metrics
 from flatmin.lab.training.distributed import Workers
-from flatmin.lab.training.steps import StepMeasured
+from flatmin.lab.training.steps import StepMetrics
 
 
 @dataclass
-class Progress:
+class RunProgress:
     """Where a run stands: with weights and optimizer, all that a checkpoint has to hold."""
 
     epoch: int = 0
@@ -42,7 +42,7 @@ class Progress:
         }
 
     @classmethod
-    def from_state(cls, state: dict[str, Any], workers: Workers) -> "Progress":
+    def from_state(cls, state: dict[str, Any], workers: Workers) -> "RunProgress":
         """Read what `to_state` returned, for one of the workers, which may be others than those that saved."""
         sums: Tensor = state["sums"]
         if len(sums) != workers.count:  # with another number of workers, the leader takes it all
@@ -57,13 +57,13 @@ class Progress:
         )
 
 
-class Listener(Protocol):
+class Callback(Protocol):
     """Is told how a run goes; called in the leading worker only."""
 
     def on_start(self, directory: Path, num_steps: int, step: int) -> None:
         """The run begins, or goes on, at a step."""
 
-    def on_step(self, step: int, num_examples: int, measured: StepMeasured) -> None:
+    def on_step(self, step: int, num_examples: int, measured: StepMetrics) -> None:
         """A step was taken, on so many examples over all workers."""
 
     def on_epoch(self, metrics: Metrics, speed: Metrics) -> None:
@@ -111,7 +111,7 @@ class Interruption:
 
 
 @contextmanager
-def noted_signals() -> Iterator[Interruption]:
+def deferred_signals() -> Iterator[Interruption]:
     """Take note of SIGTERM and Ctrl-C instead of dying from them; a second Ctrl-C is obeyed at once."""
     interruption = Interruption()
     if threading.current_thread() is not threading.main_thread():

@@ -6,7 +6,7 @@ SECOND_ORDER_PASSES = 4
 """The two gradients of SAM, and the product with the Hessian, which costs about two more."""
 
 
-def passes_of_a_step(experiment: Experiment) -> int:
+def passes_per_step(experiment: Experiment) -> int:
     """Return the forward and backward passes of a step: 1 without SAM, one more than ascent steps with it; m adds none.
 
     A random direction needs no gradient at w, but batch norm needs a pass there for its statistics.

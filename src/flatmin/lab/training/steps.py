@@ -21,7 +21,7 @@ from flatmin.lab.training.precision import autocast, resolve_precision
 
 
 @dataclass(frozen=True)
-class Measured:
+class PassMetrics:
     """What one pass found on this worker's examples: means over the examples, on the device."""
 
     loss: Tensor
@@ -29,15 +29,15 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class StepMeasured:
+class StepMetrics:
     """What a step found at w and at w + eps (the same where there is no SAM)."""
 
-    at_w: Measured
-    perturbed: Measured
+    at_w: PassMetrics
+    perturbed: PassMetrics
 
 
 def base_optimizer(optim: Optim, network: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer that SAM wraps; it clips the gradient it is given, which is the synchronised one."""
+    """Return the optimizer that SAM wraps; it clips the gradient it is given, which is the synchronized one."""
     decay = optim.weight_decay if optim.decay == "optimizer" else 0.0
     parameters = list(network.parameters())
     optimizer: torch.optim.Optimizer
@@ -78,7 +78,7 @@ class Stepper:
             self.forward = DistributedDataParallel(network, forward_sync_buffers=False)
         if experiment.compile:
             self.forward = torch.compile(self.forward)
-        self.statistics = normalisation_statistics(network)
+        self.statistics = normalization_statistics(network)
         self.optimizer = base_optimizer(self.optim, network)
         self.generator = torch.Generator(workers.device)
         if self.optim.rho > 0 and not self.optim.second_order:
@@ -94,7 +94,7 @@ class Stepper:
                 sync_perturbation=self.optim.sync_perturbation,
             )
 
-    def step(self, batch: Batch, number: int, lr: float) -> StepMeasured:
+    def step(self, batch: Batch, number: int, lr: float) -> StepMetrics:
         """Take step ``number`` of the run on this worker's part of a batch."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -112,7 +112,7 @@ class Stepper:
         self.workers.average_(self.statistics)
         return measured
 
-    def _plain_step(self, batch: Batch) -> StepMeasured:
+    def _plain_step(self, batch: Batch) -> StepMetrics:
         parts = self._micro_batches(batch)
         means = MicroBatchStatistics(self.network, self.statistics, len(parts))
         found = []
@@ -126,16 +126,16 @@ class Stepper:
         means.finish()
         self.optimizer.step()
         measured = _mean(found, [float(len(part.examples)) for part in parts])
-        return StepMeasured(measured, measured)
+        return StepMetrics(measured, measured)
 
     def _micro_batches(self, batch: Batch) -> list[Batch]:
         return batch.split(1 if self.optim.m is None else -(-len(batch.examples) // self.optim.m))
 
-    def _sam_step(self, batch: Batch) -> StepMeasured:
+    def _sam_step(self, batch: Batch) -> StepMetrics:
         assert isinstance(self.optimizer, SAM)
         parts = self._micro_batches(batch)
         num_parts = len(parts)
-        found: list[list[Measured]] = [[] for _ in parts]
+        found: list[list[PassMetrics]] = [[] for _ in parts]
         means = MicroBatchStatistics(self.network, self.statistics, num_parts)
 
         def closure(number: int) -> Callable[[], Tensor]:
@@ -166,12 +166,12 @@ class Stepper:
         else:
             self.optimizer.step(closures[0])
         means.finish()
-        return StepMeasured(
+        return StepMetrics(
             _mean(before or [calls[0] for calls in found], sizes), _mean([calls[-1] for calls in found], sizes)
         )
 
-    def _second_order_step(self, batch: Batch) -> StepMeasured:
-        calls: list[Measured] = []
+    def _second_order_step(self, batch: Batch) -> StepMetrics:
+        calls: list[PassMetrics] = []
         names = [name for name, _ in self.network.named_parameters()]
 
         def loss_fn(parameters: dict[str, Tensor]) -> Tensor:
@@ -180,7 +180,7 @@ class Stepper:
             with autocast(self.precision, self.workers.device):
                 logits = functional_call(self.network, {**parameters, **buffers}, (batch.inputs,))
             loss, error = loss_and_error(logits, batch, self.optim.label_smoothing)
-            calls.append(Measured(loss.detach(), error))
+            calls.append(PassMetrics(loss.detach(), error))
             return (loss + self._decay(list(parameters.values()))) * batch.share
 
         with true_gradient(self.network):
@@ -198,9 +198,9 @@ class Stepper:
         for name, parameter in self.network.named_parameters():
             parameter.grad = found.grads[name]
         self.optimizer.step()
-        return StepMeasured(calls[0], calls[-1])
+        return StepMetrics(calls[0], calls[-1])
 
-    def _pass(self, batch: Batch, share: float, *, add: bool = False) -> Measured:
+    def _pass(self, batch: Batch, share: float, *, add: bool = False) -> PassMetrics:
         """Leave the gradient of this worker's part of the loss in the parameters, or add it to what is there."""
         if not add:
             self.optimizer.zero_grad()
@@ -210,13 +210,13 @@ class Stepper:
         # Workers' gradients are averaged; a part with more examples counts more. SAM's eps does not see the factor.
         total = loss + self._decay(list(self.network.parameters()))
         (total if share == 1.0 else total * share).backward()  # type: ignore[no-untyped-call]
-        return Measured(loss.detach(), error)
+        return PassMetrics(loss.detach(), error)
 
     @torch.no_grad()
-    def _measure(self, batch: Batch) -> Measured:
+    def _measure(self, batch: Batch) -> PassMetrics:
         with autocast(self.precision, self.workers.device):
             logits = self.network(batch.inputs)
-        return Measured(*loss_and_error(logits, batch, self.optim.label_smoothing))
+        return PassMetrics(*loss_and_error(logits, batch, self.optim.label_smoothing))
 
     def _decay(self, parameters: list[Tensor]) -> Tensor | float:
         if self.optim.decay == "optimizer" or self.optim.weight_decay == 0:
@@ -253,8 +253,8 @@ class MicroBatchStatistics:
             statistic.copy_(mean)
 
 
-def normalisation_statistics(network: nn.Module) -> list[Tensor]:
-    """Return the running averages of all normalisation layers (not their integer counts of batches)."""
+def normalization_statistics(network: nn.Module) -> list[Tensor]:
+    """Return the running averages of all normalization layers (not their integer counts of batches)."""
     return [
         buffer
         for module in network.modules()
@@ -280,10 +280,10 @@ def loss_and_error(logits: Tensor, batch: Batch, label_smoothing: float = 0.0) -
     return loss, error
 
 
-def _mean(parts: list[Measured], sizes: list[float]) -> Measured:
+def _mean(parts: list[PassMetrics], sizes: list[float]) -> PassMetrics:
     if len(parts) == 1:
         return parts[0]
     weights = torch.tensor(sizes, device=parts[0].loss.device) / sum(sizes)
-    return Measured(
+    return PassMetrics(
         (torch.stack([p.loss for p in parts]) * weights).sum(), (torch.stack([p.error for p in parts]) * weights).sum()
     )

@@ -14,7 +14,7 @@ from flatmin.lab.data.datasets import Dataset, load_dataset
 from flatmin.lab.data.pipeline import Pipeline
 from flatmin.lab.errors import ModelError, RunError
 from flatmin.lab.models.build import build_model, input_statistics
-from flatmin.lab.runs.checkpoint import checkpoint_of, checkpoints, kept_weights, latest_checkpoint, read_state
+from flatmin.lab.runs.checkpoint import checkpoint_of, checkpoints, latest_checkpoint, load_epoch_weights, read_state
 from flatmin.lab.runs.directory import is_finished, read_result, read_spec
 from flatmin.lab.spec.experiment import Experiment, Model
 from flatmin.lab.training.relabel import with_predicted_labels
@@ -35,7 +35,7 @@ class Origin:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trained:
+class TrainedModel:
     """A network as its run left it, in evaluation mode, and the dataset it was trained on."""
 
     directory: Path
@@ -46,7 +46,7 @@ class Trained:
     pipeline: Pipeline
     origin: Origin
 
-    def at_epoch(self, epoch: int | None) -> "Trained":
+    def at_epoch(self, epoch: int | None) -> "TrainedModel":
         """Return the network as it was after another epoch (the latest if None), with the same dataset.
 
         Raises:
@@ -99,7 +99,7 @@ def with_weights_file(model: Model, runs: Path) -> Model:
     return replace(model, checkpoint=str(found[0]))
 
 
-def load_trained(path: Path, *, data_root: Path | None = None, epoch: int | None = None) -> Trained:
+def load_trained(path: Path, *, data_root: Path | None = None, epoch: int | None = None) -> TrainedModel:
     """Read a run's network and dataset; the run need not be finished.
 
     Args:
@@ -135,7 +135,7 @@ def load_trained(path: Path, *, data_root: Path | None = None, epoch: int | None
         seed=0,
         device=device,
     )
-    return Trained(
+    return TrainedModel(
         directory=path, experiment=experiment, network=network, dataset=dataset, pipeline=pipeline, origin=origin
     )
 
@@ -154,7 +154,7 @@ def _read_weights(path: Path, epoch: int | None) -> tuple[dict[str, Tensor], Ori
 def _saved_weights(path: Path, epoch: int | None) -> bytes:
     folder = path / "checkpoints"
     if epoch is not None:
-        content = kept_weights(path / "weights", epoch)
+        content = load_epoch_weights(path / "weights", epoch)
         if content is None:
             raise RunError(f"{path} has not kept its weights after epoch {epoch}: train with keep_every.")
     elif is_finished(path):

@@ -177,7 +177,7 @@ _ASCENT = """
 
 ASCENT_STEPS = Claims(
     source="Table 11, Appendix C.6",
-    title="Several steps of the inner maximisation",
+    title="Several steps of the inner maximization",
     metric="test error, and sharpness max L(w + eps) - L(w) with L the error rate on the batch, %; mean and standard "
     "deviation of 20 runs",
     cells=MappingProxyType(

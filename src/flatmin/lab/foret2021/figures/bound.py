@@ -24,16 +24,16 @@ from flatmin.lab.studies.findings import (
     Cell,
     Comparison,
     Findings,
-    Held,
     LineFigure,
     Series,
     Table,
     Verdict,
+    VerdictStatus,
     own_settings,
 )
 from flatmin.lab.studies.item import Scale
 from flatmin.lab.sweeps.jobs import Measurement, Outcome
-from flatmin.lab.sweeps.runners import Laboratory, Notebook
+from flatmin.lab.sweeps.runners import RecordingRunner, Runner
 
 METHODS = ("SGD", "SAM")
 DELTA = 0.05
@@ -52,9 +52,9 @@ TERMS = {
 RADII: Mapping[Scale, tuple[float, ...]] = {"paper": RHO_GRID, "laptop": RHO_GRID, "smoke": (0.05, 0.2)}
 
 
-def bound(scale: Scale, lab: Laboratory) -> Findings:
+def bound(scale: Scale, runner: Runner) -> Findings:
     """Evaluate the bound on the 0-1 error for SGD and SAM networks, over rho, and say whether it is vacuous."""
-    notebook, claims = Notebook(lab), FIGURES["bound"]
+    recorder, claims = RecordingRunner(runner), FIGURES["bound"]
     experiments = bound_experiments(scale)
     own_rho = experiments["SAM"].optim.rho
     measurements = {rho: _measurement(rho) for rho in RADII[scale]}
@@ -62,13 +62,13 @@ def bound(scale: Scale, lab: Laboratory) -> Findings:
         method: jobs_for(experiment, f"bound/{method}", replica_seeds(scale), tuple(measurements.values()))
         for method, experiment in experiments.items()
     }
-    found = notebook.replicas(jobs, "bound: networks and their bounds")
+    found = recorder.replicas(jobs, "bound: networks and their bounds")
     return findings(
         item="bound",
         scale=scale,
         title=claims.title,
         source=claims.source,
-        notebook=notebook,
+        recorder=recorder,
         tables=[_table(found, measurements[own_rho], own_rho)],
         figures=[_figure(found, measurements)],
         verdicts=[_verdict(claims.statements[0].claim, found, measurements)],
@@ -152,15 +152,15 @@ def _verdict(claim: str, found: Mapping[str, list[Outcome]], measurements: Mappi
                 violated += total < error
                 vacuous += total > 1
     if not checked:
-        return Verdict(claim=claim, held="not tested", evidence="No network with its bound is there.")
+        return Verdict(claim=claim, status="not tested", evidence="No network with its bound is there.")
     errors = mean(e for outcomes in found.values() for e in metric_by_seed(outcomes, "test_error", 1.0).values())
     said = (
         f"{vacuous} of {checked} bounds are vacuous, above an error of 1: {min(totals):.3g} to {max(totals):.3g}, "
         f"and the test error is {errors:.3g} in the mean; {violated} are below their network's test error"
     )
-    held: Held = "held"
+    status: VerdictStatus = "reproduced"
     if violated:
-        held = "did not hold"
+        status = "not reproduced"
     elif vacuous == checked:
-        held, said = "not tested", f"{said}. A bound that exceeds 1 holds of any network and says nothing of this one"
-    return Verdict(claim=claim, held=held, evidence=f"{said}.")
+        status, said = "not tested", f"{said}. A bound that exceeds 1 holds of any network and says nothing of this one"
+    return Verdict(claim=claim, status=status, evidence=f"{said}.")

@@ -27,8 +27,8 @@ from flatmin.lab.studies.contrasts import (
 )
 from flatmin.lab.studies.findings import Cell, Comparison, Findings, LineFigure, Series, Table, own_settings
 from flatmin.lab.studies.item import Scale
-from flatmin.lab.sweeps.jobs import Facts, Job, Measurement, Outcome
-from flatmin.lab.sweeps.runners import Laboratory, Notebook
+from flatmin.lab.sweeps.jobs import Job, Measurement, MeasurementResult, Outcome
+from flatmin.lab.sweeps.runners import RecordingRunner, Runner
 from flatmin.measures.spectrum import SpectralDensity
 
 METHODS = ("SGD", "SAM")
@@ -48,9 +48,9 @@ DENSITY_FLOOR = 1e-6
 """The density is drawn on a logarithmic scale; below this it is nothing."""
 
 
-def hessian(scale: Scale, lab: Laboratory) -> Findings:
+def hessian(scale: Scale, runner: Runner) -> Findings:
     """Compare the curvature that SGD and SAM train into a network without batch norm (Figure 3, left)."""
-    notebook = Notebook(lab)
+    recorder = RecordingRunner(runner)
     experiments = hessian_experiments(scale)
     *before, _ = AT_EPOCHS[scale]
     last = _spectrum(scale, None)
@@ -60,7 +60,7 @@ def hessian(scale: Scale, lab: Laboratory) -> Findings:
         first, *others = jobs_for(experiment, f"hessian/{method}", replica_seeds(scale), (last,))
         kept = replace(first.experiment, keep_every=math.gcd(*before))  # weights are large: only the first keeps them
         jobs[method] = [replace(first, experiment=kept, measurements=(*along.values(), last)), *others]
-    found = notebook.replicas(jobs, "hessian: networks and their spectra")
+    found = recorder.replicas(jobs, "hessian: networks and their spectra")
 
     contrasts = [
         contrast_between(
@@ -81,7 +81,7 @@ def hessian(scale: Scale, lab: Laboratory) -> Findings:
         scale=scale,
         title=CLAIMS.title,
         source=CLAIMS.source,
-        notebook=notebook,
+        recorder=recorder,
         tables=[_table(found, last, spectra, contrasts)],
         figures=[*_lambda_figures(found, spectra), *_density_figures(found, spectra)],
         verdicts=[judge(CLAIMS.statements[0].claim, contrasts)],
@@ -223,7 +223,7 @@ def _density_figures(found: dict[str, list[Outcome]], spectra: dict[int, Measure
     return figures
 
 
-def _density(facts: Facts, grid: np.ndarray, sigma: float) -> list[float]:
+def _density(facts: MeasurementResult, grid: np.ndarray, sigma: float) -> list[float]:
     density = SpectralDensity(np.asarray(facts["nodes"]), np.asarray(facts["weights"])).density(grid, sigma)
     return [max(float(value), DENSITY_FLOOR) for value in density]
 

@@ -1,4 +1,4 @@
-"""Figure 7 and Table 11: several steps of the inner maximisation (Appendix C.6)."""
+"""Figure 7 and Table 11: several steps of the inner maximization (Appendix C.6)."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -28,11 +28,20 @@ from flatmin.lab.studies.contrasts import (
     number_cell,
     run_names,
 )
-from flatmin.lab.studies.findings import Cell, Comparison, Findings, Held, LineFigure, Table, Verdict, own_settings
+from flatmin.lab.studies.findings import (
+    Cell,
+    Comparison,
+    Findings,
+    LineFigure,
+    Table,
+    Verdict,
+    VerdictStatus,
+    own_settings,
+)
 from flatmin.lab.studies.item import SCALES, Scale
 from flatmin.lab.studies.statistics import SIGNIFICANT, holm, mean_and_interval
 from flatmin.lab.sweeps.jobs import Job, Outcome
-from flatmin.lab.sweeps.runners import Laboratory, Notebook
+from flatmin.lab.sweeps.runners import RecordingRunner, Runner
 
 NUM_RUNS: Mapping[Scale, int] = {**{scale: len(replica_seeds(scale)) for scale in SCALES}, "paper": ASCENT_NUM_RUNS}
 DATASETS: Mapping[Scale, tuple[str, ...]] = {
@@ -49,15 +58,15 @@ FEW, MANY = min(ASCENT_STEPS_GRID), max(ASCENT_STEPS_GRID)
 Found = Mapping[tuple[str, int], Sequence[Outcome]]
 
 
-def inner_steps(scale: Scale, lab: Laboratory) -> Findings:
+def inner_steps(scale: Scale, runner: Runner) -> Findings:
     """Train with 1, 2, 3 and 5 ascent steps; show test error and estimated sharpness, at the end and along training.
 
     The estimated sharpness is the error rate of a batch at w + eps minus that at w, both as they were trained.
     """
-    notebook = Notebook(lab)
+    recorder = RecordingRunner(runner)
     groups = inner_steps_jobs(scale)
     names = {f"{dataset}, {steps}": (dataset, steps) for dataset, steps in groups}
-    asked = notebook.replicas({name: groups[key] for name, key in names.items()}, "inner-steps: replicas")
+    asked = recorder.replicas({name: groups[key] for name, key in names.items()}, "inner-steps: replicas")
     found = {names[name]: outcomes for name, outcomes in asked.items()}
     datasets = DATASETS[scale]
     experiment = groups[datasets[0], FEW][0].experiment
@@ -67,7 +76,7 @@ def inner_steps(scale: Scale, lab: Laboratory) -> Findings:
         scale=scale,
         title=CLAIMS.title,
         source=f"{CLAIMS.source}; {FIGURES['ascent-along-training'].source}",
-        notebook=notebook,
+        recorder=recorder,
         tables=[_table(found, datasets, NUM_RUNS[scale])],
         figures=[_figure(found, dataset) for dataset in datasets],
         verdicts=_verdicts(found, scale),
@@ -159,7 +168,7 @@ def _verdicts(found: Found, scale: Scale) -> list[Verdict]:
         verdicts.append(judge(several_better, contrasts))
     else:
         said = f"{DATASETS[scale][0]} has ten classes; CIFAR-100 is not trained at this scale."
-        verdicts.append(Verdict(claim=several_better, held="not tested", evidence=said))
+        verdicts.append(Verdict(claim=several_better, status="not tested", evidence=said))
     ends = [
         contrast_between(
             f"estimated sharpness at the end, {dataset}, points",
@@ -212,9 +221,9 @@ def _along_verdict(claim: str, found: Found, datasets: Sequence[str]) -> Verdict
             )
     verdict = judge(claim, contrasts)
     far = [f"{100 * share:.0f} % ({dataset})" for dataset, share in shares.items() if share < NEARLY]
-    if far and verdict.held != "not tested":
+    if far and verdict.status != "not tested":
         said = f"In the first half one step finds less than {100 * NEARLY:.0f} % of what {MANY} find: {', '.join(far)}."
-        return replace(verdict, held="did not hold", evidence=f"{verdict.evidence} {said}")
+        return replace(verdict, status="not reproduced", evidence=f"{verdict.evidence} {said}")
     return verdict
 
 
@@ -251,15 +260,15 @@ def _unaffected(claim: str, found: Found, dataset: str) -> Verdict:
     margin = EQUIVALENCE * mean(metric_by_seed(found[dataset, FEW], "test_error").values())
     said = [contrast.describe(p) for contrast, p in zip(contrasts, p_values, strict=True)]
     if any(math.isnan(p) for p in p_values):
-        return Verdict(claim=claim, held="not tested", evidence="; ".join(said) + ".")
+        return Verdict(claim=claim, status="not tested", evidence="; ".join(said) + ".")
     intervals = [mean_and_interval(contrast.differences) for contrast in contrasts]
     widest = max(abs(interval.mean) + interval.half_width for interval in intervals)
-    held: Held = "no difference shown"
+    status: VerdictStatus = "inconclusive"
     if widest <= margin:
-        held = "held"
+        status = "reproduced"
     elif min(p_values) < SIGNIFICANT:
-        held = "did not hold"
+        status = "not reproduced"
     said.append(
         f"with 95 % confidence the error changes by less than {widest:.2g} points; {margin:.2g} count as nothing"
     )
-    return Verdict(claim=claim, held=held, evidence="; ".join(said) + ".")
+    return Verdict(claim=claim, status=status, evidence="; ".join(said) + ".")

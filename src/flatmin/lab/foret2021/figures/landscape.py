@@ -27,8 +27,8 @@ from flatmin.lab.studies.contrasts import (
 )
 from flatmin.lab.studies.findings import Cell, Comparison, Findings, Surface, SurfaceFigure, Table, own_settings
 from flatmin.lab.studies.item import Scale
-from flatmin.lab.sweeps.jobs import Facts, Job, Measurement, Outcome
-from flatmin.lab.sweeps.runners import Laboratory, Notebook
+from flatmin.lab.sweeps.jobs import Job, Measurement, MeasurementResult, Outcome
+from flatmin.lab.sweeps.runners import RecordingRunner, Runner
 
 RADIUS = 0.5
 """How far from the weights the rise of the loss is judged, in units of the weights: directions are as long as they are.
@@ -43,12 +43,12 @@ PICTURE: dict[Scale, tuple[int, int | None]] = {"paper": (51, None), "laptop": (
 NUMBERS: dict[Scale, tuple[int, int | None]] = {"paper": (21, 10_000), "laptop": (11, 300), "smoke": (5, 8)}
 
 
-def landscape(scale: Scale, lab: Laboratory) -> Findings:
+def landscape(scale: Scale, runner: Runner) -> Findings:
     """Show the loss on a plane through the weights of a network trained with SGD and with SAM (Figure 1).
 
     The directions are the same draws for both networks, scaled to the filters of each (Li et al., 2018).
     """
-    notebook, claims = Notebook(lab), FIGURES["landscapes"]
+    recorder, claims = RecordingRunner(runner), FIGURES["landscapes"]
     experiments = landscape_experiments(scale)
     seeds = replica_seeds(scale)
     picture, numbers = _plane(*PICTURE[scale]), _plane(*NUMBERS[scale])
@@ -56,7 +56,7 @@ def landscape(scale: Scale, lab: Laboratory) -> Findings:
     for method, experiment in experiments.items():
         first, *others = jobs_for(experiment, f"landscape/{method}", seeds, (numbers,))
         jobs[method] = [replace(first, measurements=tuple(dict.fromkeys((picture, numbers)))), *others]
-    found = notebook.replicas(jobs, "landscape: networks and their surroundings")
+    found = recorder.replicas(jobs, "landscape: networks and their surroundings")
 
     rise = contrast_between(
         f"mean rise of the loss within {RADIUS:g} of the weights",
@@ -71,7 +71,7 @@ def landscape(scale: Scale, lab: Laboratory) -> Findings:
         scale=scale,
         title=claims.title,
         source=claims.source,
-        notebook=notebook,
+        recorder=recorder,
         tables=[_table(found, numbers, rise)],
         figures=_surfaces(found, picture),
         verdicts=[judge(claims.statements[0].claim, [rise])],
@@ -95,7 +95,7 @@ def landscape_experiments(scale: Scale) -> dict[str, Experiment]:
     }
 
 
-def rise_within(radius: float) -> Callable[[Facts], float | None]:
+def rise_within(radius: float) -> Callable[[MeasurementResult], float | None]:
     """Return how to read the mean of L(w + a d_1 + b d_2) - L(w) over 0 < a^2 + b^2 <= radius^2 from a landscape.
 
     Example:
@@ -104,13 +104,13 @@ def rise_within(radius: float) -> Callable[[Facts], float | None]:
         (2.0, 5.0)
     """
 
-    def read(facts: Facts) -> float | None:
+    def read(facts: MeasurementResult) -> float | None:
         at = np.asarray(facts["coordinates"], dtype=float)
         loss = np.asarray(facts["loss"], dtype=float)
         distance = np.hypot(at[:, None], at[None, :])
         near = (distance > 0) & (distance <= radius * (1 + 1e-9))
-        centre = loss[len(at) // 2, len(at) // 2]
-        return float(np.mean(loss[near] - centre)) if near.any() else None
+        center = loss[len(at) // 2, len(at) // 2]
+        return float(np.mean(loss[near] - center)) if near.any() else None
 
     return read
 
@@ -125,7 +125,7 @@ def _table(found: dict[str, list[Outcome]], numbers: Measurement, contrast: Cont
     readings: list[tuple[str, str, Callable[[list[Outcome]], BySeed]]] = [
         (f"mean rise of the loss within {RADIUS:g}", "", lambda o: measured_by_seed(o, numbers, rise_within(RADIUS))),
         ("mean rise of the loss over the plane", "", lambda o: measured_by_seed(o, numbers, everywhere)),
-        ("training loss", "", lambda o: measured_by_seed(o, numbers, _centre)),
+        ("training loss", "", lambda o: measured_by_seed(o, numbers, _center)),
         ("test error", "%", lambda o: metric_by_seed(o, "test_error")),
     ]
     rows: list[list[str | Cell | Comparison]] = [
@@ -159,6 +159,6 @@ def _surface(name: str, facts: dict[str, Any]) -> Surface:
     return Surface(name=name, coordinates=facts["coordinates"], height=height)
 
 
-def _centre(facts: Facts) -> float:
+def _center(facts: MeasurementResult) -> float:
     middle = len(facts["coordinates"]) // 2
     return float(facts["loss"][middle][middle])

@@ -24,7 +24,7 @@ from flatmin.lab.studies.contrasts import (
 from flatmin.lab.studies.findings import Cell, Comparison, Findings, LineFigure, Series, Table, own_settings
 from flatmin.lab.studies.item import Scale
 from flatmin.lab.sweeps.jobs import Job, Outcome
-from flatmin.lab.sweeps.runners import Laboratory, Notebook
+from flatmin.lab.sweeps.runners import RecordingRunner, Runner
 
 M_VALUES: Mapping[Scale, tuple[int, ...]] = {"paper": M_GRID, "laptop": (16, 32, 64, 128), "smoke": (8, 20)}
 RHO_VALUES: Mapping[Scale, tuple[float, ...]] = {
@@ -99,10 +99,10 @@ def contrast_of(lower: Curve, higher: Curve) -> Contrast:
     )
 
 
-def m_and_rho(scale: Scale, lab: Laboratory) -> Findings:
+def m_and_rho(scale: Scale, runner: Runner) -> Findings:
     """Train with SAM for several m and rho and show the test error (Figure 3, middle)."""
-    notebook, claims = Notebook(lab), FIGURES["m-sharpness"]
-    found = notebook.replicas(m_and_rho_jobs(scale), "m-and-rho: replicas")
+    recorder, claims = RecordingRunner(runner), FIGURES["m-sharpness"]
+    found = recorder.replicas(m_and_rho_jobs(scale), "m-and-rho: replicas")
     baseline = found.pop("SGD")
     curves = {
         m: Curve(name=f"m = {m}", outcomes={rho: found[_name(m, rho)] for rho in RHO_VALUES[scale]})
@@ -121,7 +121,7 @@ def m_and_rho(scale: Scale, lab: Laboratory) -> Findings:
         scale=scale,
         title=claims.title,
         source=claims.source,
-        notebook=notebook,
+        recorder=recorder,
         tables=[
             Table(
                 title="Test error at the rho that the validation set chooses for each m",
@@ -144,7 +144,7 @@ def m_and_rho(scale: Scale, lab: Laboratory) -> Findings:
         notes=[
             *claims.notes,
             f"All runs hold out {VALIDATION:.0%} of the training set, so that rho is chosen without the test set.",
-            "Batch norm normalises each micro-batch by itself, as it does on accelerators: a smaller m makes it "
+            "Batch norm normalizes each micro-batch by itself, as it does on accelerators: a smaller m makes it "
             "noisier too.",
         ],
     )

@@ -27,7 +27,7 @@ from flatmin.lab.studies.contrasts import (
 from flatmin.lab.studies.findings import Findings, Hyperparameter, LineFigure, Table, own_settings
 from flatmin.lab.studies.item import Scale
 from flatmin.lab.sweeps.jobs import Job
-from flatmin.lab.sweeps.runners import Laboratory, Notebook
+from flatmin.lab.sweeps.runners import RecordingRunner, Runner
 
 NORM_GRIDS: Mapping[Scale, Mapping[str, tuple[float, ...]]] = {
     "paper": {"p = 2": RHO_GRID, "p = inf": RHO_GRID, "random": (*RHO_GRID, 1.0, 2.0, 5.0)},
@@ -37,10 +37,10 @@ NORM_GRIDS: Mapping[Scale, Mapping[str, tuple[float, ...]]] = {
 """Euclidean lengths of the perturbation. A random direction rises far less than the gradient: it may go further."""
 
 
-def p_norm(scale: Scale, lab: Laboratory) -> Findings:
+def p_norm(scale: Scale, runner: Runner) -> Findings:
     """Perturb along the gradient in the 2-norm and the sup norm, and at random, over rho (Appendix C.5)."""
-    notebook, claims = Notebook(lab), FIGURES["norms"]
-    found = notebook.replicas(p_norm_jobs(scale), "p-norm: replicas")
+    recorder, claims = RecordingRunner(runner), FIGURES["norms"]
+    found = recorder.replicas(p_norm_jobs(scale), "p-norm: replicas")
     baseline = found.pop("SGD")
     curves = {
         kind: Curve(name=kind, outcomes={rho: found[_norm_name(kind, rho)] for rho in rhos})
@@ -62,7 +62,7 @@ def p_norm(scale: Scale, lab: Laboratory) -> Findings:
         scale=scale,
         title=claims.title,
         source=claims.source,
-        notebook=notebook,
+        recorder=recorder,
         tables=[
             Table(
                 title="Test error at the rho that the validation set chooses for each perturbation",

@@ -18,17 +18,17 @@ from flatmin.lab.studies.findings import (
     Cell,
     Comparison,
     Findings,
-    Held,
     LineFigure,
     Series,
     Table,
     Verdict,
+    VerdictStatus,
     own_settings,
 )
 from flatmin.lab.studies.item import Scale
 from flatmin.lab.studies.statistics import SIGNIFICANT, Interval
 from flatmin.lab.sweeps.jobs import Job, Measurement, Outcome
-from flatmin.lab.sweeps.runners import Laboratory, Notebook
+from flatmin.lab.sweeps.runners import RecordingRunner, Runner
 from flatmin.measures import predictive_power
 from flatmin.measures.predictive import Score
 
@@ -90,12 +90,12 @@ ZOOS: dict[Scale, Zoo] = {
 }
 
 
-def predictive(scale: Scale, lab: Laboratory) -> Findings:
+def predictive(scale: Scale, runner: Runner) -> Findings:
     """Score m-sharpness as a predictor of the generalization gap over a zoo of networks, for several m.
 
     Networks that do not reach the loss at which all are stopped, or have no finite sharpness, are left out and counted.
     """
-    notebook, claims = Notebook(lab), FIGURES["predictive-power"]
+    recorder, claims = RecordingRunner(runner), FIGURES["predictive-power"]
     claim = claims.statements[0].claim
     if scale not in ZOOS:
         return findings(
@@ -103,13 +103,13 @@ def predictive(scale: Scale, lab: Laboratory) -> Findings:
             scale=scale,
             title=claims.title,
             source=claims.source,
-            notebook=notebook,
-            verdicts=[Verdict(claim=claim, held="not tested", evidence=PGDL)],
+            recorder=recorder,
+            verdicts=[Verdict(claim=claim, status="not tested", evidence=PGDL)],
             hyperparameters=HYPERPARAMETERS["predictive-power"],
             notes=[*claims.notes, PGDL],
         )
     zoo, jobs = ZOOS[scale], zoo_jobs(scale)
-    found = notebook.outcomes(jobs, "predictive: a zoo of networks")
+    found = recorder.outcomes(jobs, "predictive: a zoo of networks")
     measurements = sharpness_measurements(zoo)
     members = [
         (h, outcome)
@@ -134,10 +134,10 @@ def predictive(scale: Scale, lab: Laboratory) -> Findings:
         scale=scale,
         title=claims.title,
         source=claims.source,
-        notebook=notebook,
+        recorder=recorder,
         tables=[_table(scores, run_names(outcome for _, outcome in stopped))] if known else [],
         figures=[_score_figure(known, size, stopped), _point_figure(sharpness, gaps, stopped)] if known else [],
-        verdicts=[_verdict(claim, known, sharpness, gaps, grid, notebook.num_missing)],
+        verdicts=[_verdict(claim, known, sharpness, gaps, grid, recorder.num_missing)],
         hyperparameters=own_settings(
             [job.experiment for job in jobs],
             ("loss to stop at", zoo.stop_loss),
@@ -246,16 +246,16 @@ def _verdict(
 ) -> Verdict:
     if num_missing:
         why = f"{num_missing} networks of the zoo are missing; nothing is judged before all are there."
-        return Verdict(claim=claim, held="not tested", evidence=why)
+        return Verdict(claim=claim, status="not tested", evidence=why)
     numbers = [m for m in scores if m is not None]
     if not numbers or None not in scores:
-        return Verdict(claim=claim, held="not tested", evidence="Too few networks are there to score a measure.")
+        return Verdict(claim=claim, status="not tested", evidence="Too few networks are there to score a measure.")
     smallest = min(numbers)
     small, whole = scores[smallest], scores[None]
     p = better_predictor(sharpness[smallest], sharpness[None], gaps, grid)
-    held: Held = "no difference shown"
+    status: VerdictStatus = "inconclusive"
     if p < SIGNIFICANT:
-        held = "held" if small.score > whole.score else "did not hold"
+        status = "reproduced" if small.score > whole.score else "not reproduced"
     said = [
         f"score {small.score:.3f} for m = {smallest} and {whole.score:.3f} for m = n; "
         f"{small.num_models} networks, p = {p:.2g}"
@@ -265,9 +265,9 @@ def _verdict(
             said.append(f"{name} scores no more than a shuffled measure may (up to {score.null_high:.3f})")
         if score.kendall_tau < 0:
             said.append(f"{name} orders the networks the wrong way round (Kendall's tau {score.kendall_tau:.2f})")
-    if held == "held" and (small.score <= small.null_high or small.kendall_tau < 0):
-        held = "did not hold"  # a better score that is no evidence, or of the wrong sign, is not what is claimed
-    return Verdict(claim=claim, held=held, evidence="; ".join(said) + ".")
+    if status == "reproduced" and (small.score <= small.null_high or small.kendall_tau < 0):
+        status = "not reproduced"  # a better score that is no evidence, or of the wrong sign, is not what is claimed
+    return Verdict(claim=claim, status=status, evidence="; ".join(said) + ".")
 
 
 def _table(scores: dict[int | None, Score | None], runs: tuple[str, ...]) -> Table:
@@ -281,7 +281,7 @@ def _table(scores: dict[int | None, Score | None], runs: tuple[str, ...]) -> Tab
         title="Predictive power of m-sharpness",
         columns=["m", "score", "of a shuffled measure (95 %)", "Kendall's tau"],
         rows=rows,
-        note="The score is the smallest normalised mutual information given two hyperparameters, in [0, 1].",
+        note="The score is the smallest normalized mutual information given two hyperparameters, in [0, 1].",
     )
 
 

@@ -30,10 +30,10 @@ from flatmin.lab.studies.contrasts import (
     run_names,
     series_interval,
 )
-from flatmin.lab.studies.findings import Findings, Held, LineFigure, Series, Table, Verdict, own_settings
+from flatmin.lab.studies.findings import Findings, LineFigure, Series, Table, Verdict, VerdictStatus, own_settings
 from flatmin.lab.studies.item import Scale
 from flatmin.lab.sweeps.jobs import Measurement, Outcome
-from flatmin.lab.sweeps.runners import Laboratory, Notebook
+from flatmin.lab.sweeps.runners import RecordingRunner, Runner
 
 ORDERS = ("first order", "second order")
 CLOSE_TO_ONE = 0.9
@@ -42,9 +42,9 @@ LOOK_EVERY: Mapping[Scale, int] = {"paper": 10, "laptop": LAPTOP_EPOCHS // 10, "
 """The epochs between two looks at the trajectory."""
 
 
-def second_order(scale: Scale, lab: Laboratory) -> Findings:
+def second_order(scale: Scale, runner: Runner) -> Findings:
     """Train with and without the second-order terms, and compare the updates along both trajectories (Appendix C.4)."""
-    notebook, claims = Notebook(lab), FIGURES["second-order"]
+    recorder, claims = RecordingRunner(runner), FIGURES["second-order"]
     experiments = second_order_experiments(scale)
     epochs = range(LOOK_EVERY[scale], experiments[ORDERS[0]].epochs + 1, LOOK_EVERY[scale])
     looks = {epoch: _cosine(experiments[ORDERS[0]], epoch) for epoch in epochs}
@@ -52,7 +52,7 @@ def second_order(scale: Scale, lab: Laboratory) -> Findings:
         order: jobs_for(experiment, f"second-order/{order}", replica_seeds(scale), tuple(looks.values()))
         for order, experiment in experiments.items()
     }
-    found = notebook.replicas(jobs, "second-order: replicas with and without the second-order terms")
+    found = recorder.replicas(jobs, "second-order: replicas with and without the second-order terms")
     cosines = {
         order: {epoch: measured_by_seed(outcomes, m, itemgetter("cosine")) for epoch, m in looks.items()}
         for order, outcomes in found.items()
@@ -81,7 +81,7 @@ def second_order(scale: Scale, lab: Laboratory) -> Findings:
         scale=scale,
         title=claims.title,
         source=claims.source,
-        notebook=notebook,
+        recorder=recorder,
         tables=[Table(title=claims.title, columns=[*columns, "first - second"], rows=rows)],
         figures=[_error_figure(found), _cosine_figure(found, cosines)],
         verdicts=[
@@ -134,12 +134,12 @@ def _cosine_verdict(claim: str, cosines: Mapping[str, Mapping[int, Mapping[int, 
     verdict = judge(claim, contrasts)
     halves = {order: mean(_half_means(looks).values()) for order, looks in cosines.items()}
     far = [order for order, value in halves.items() if value < CLOSE_TO_ONE]
-    if far and verdict.held != "not tested":
+    if far and verdict.status != "not tested":
         said = (
             f"{verdict.evidence} In the first half it is not close to 1 (taken as {CLOSE_TO_ONE:g}): {', '.join(far)}."
         )
-        held: Held = "did not hold"
-        return replace(verdict, held=held, evidence=said)
+        status: VerdictStatus = "not reproduced"
+        return replace(verdict, status=status, evidence=said)
     return verdict
 
 

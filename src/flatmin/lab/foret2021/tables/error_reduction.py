@@ -7,15 +7,15 @@ from scipy.stats import binomtest
 
 from flatmin.lab.foret2021.claims.figures import FIGURES, error_reductions
 from flatmin.lab.foret2021.scales import SUMMARIES, replica_seeds
-from flatmin.lab.foret2021.tables.fine_tuning import fine_tuning_contests
-from flatmin.lab.foret2021.tables.from_scratch import svhn_fashion_contests, table1_contests
-from flatmin.lab.foret2021.tables.imagenet import imagenet_contests
-from flatmin.lab.studies.conditions import Entry, better, hold_contests
+from flatmin.lab.foret2021.tables.fine_tuning import fine_tuning_conditions
+from flatmin.lab.foret2021.tables.from_scratch import svhn_fashion_conditions, table1_conditions
+from flatmin.lab.foret2021.tables.imagenet import imagenet_conditions
+from flatmin.lab.studies.conditions import MethodResult, better, run_conditions
 from flatmin.lab.studies.contrasts import verdicts_at
-from flatmin.lab.studies.findings import Findings, Held, LineFigure, Series, Verdict
+from flatmin.lab.studies.findings import Findings, LineFigure, Series, Verdict, VerdictStatus
 from flatmin.lab.studies.item import Scale
 from flatmin.lab.studies.statistics import SIGNIFICANT, holm
-from flatmin.lab.sweeps.runners import Laboratory
+from flatmin.lab.sweeps.runners import Runner
 
 LAPTOP_SUMMARY = (
     "The laptop's conditions of Tables 1, 2, 3 and 5: small networks on 1,000 images of CIFAR-10 or Fashion-MNIST, and "
@@ -24,12 +24,12 @@ LAPTOP_SUMMARY = (
 )
 
 
-def error_reduction(scale: Scale, lab: Laboratory) -> Findings:
+def error_reduction(scale: Scale, runner: Runner) -> Findings:
     """Figure 1, left: 100 (1 - SAM's mean error / the baseline's), over the conditions of Tables 1, 2, 3 and 5."""
-    contests = [*table1_contests(scale), *imagenet_contests(scale), *svhn_fashion_contests(scale)]
-    contests += fine_tuning_contests(scale, lab)
-    contests = list({contest.name: contest for contest in contests}.values())  # Tables 1 and 5 may share some
-    entries, needed = hold_contests(contests, lab, "error-reduction", replica_seeds(scale))
+    conditions = [*table1_conditions(scale), *imagenet_conditions(scale), *svhn_fashion_conditions(scale)]
+    conditions += fine_tuning_conditions(scale, runner)
+    conditions = list({condition.name: condition for condition in conditions}.values())  # Tables 1 and 5 may share some
+    entries, needed = run_conditions(conditions, runner, "error-reduction", replica_seeds(scale))
     measured = _reductions(entries)
     claimed = sorted(error_reductions().items(), key=lambda pair: pair[1])
     series = [
@@ -77,17 +77,17 @@ def error_reduction(scale: Scale, lab: Laboratory) -> Findings:
     )
 
 
-def _reductions(entries: Sequence[Entry]) -> dict[tuple[str, str], float]:
+def _reductions(entries: Sequence[MethodResult]) -> dict[tuple[str, str], float]:
     """Return the reduction in % by condition and method, against the better baseline, where all runs are there."""
-    by_name = {(e.contest.name, e.method.name): e for e in entries}
+    by_name = {(e.condition.name, e.method.name): e for e in entries}
     found = {}
     for entry in entries:
-        baselines = [by_name[entry.contest.name, name] for group in entry.method.against[:1] for name in group]
-        if baselines and not any(e.shortcoming for e in (entry, *baselines)):
+        baselines = [by_name[entry.condition.name, name] for group in entry.method.against[:1] for name in group]
+        if baselines and not any(e.incomplete_reason for e in (entry, *baselines)):
             base = mean(better(baselines, "test_error").values("test_error").values())
             if base > 0:
                 own = mean(entry.values("test_error").values())
-                found[entry.contest.name, entry.method.name] = 100 * (1 - own / base)
+                found[entry.condition.name, entry.method.name] = 100 * (1 - own / base)
     return found
 
 
@@ -95,26 +95,26 @@ def _verdict(measured: Mapping[tuple[str, str], float]) -> Verdict:
     """Judge by a sign test over the conditions, for each method that has SAM, Holm-corrected; all of them must hold."""
     (statement,) = FIGURES["error-reduction"].statements
     if not measured:
-        return Verdict(claim=statement.claim, held="not tested", evidence="No condition has been run.")
+        return Verdict(claim=statement.claim, status="not tested", evidence="No condition has been run.")
     by_method: dict[str, list[float]] = {}
     for (_, method), value in measured.items():
         by_method.setdefault(method, []).append(value)
     p_values = holm([_sign_test(values) for values in by_method.values()])
-    held: list[Held] = []
+    statuses: list[VerdictStatus] = []
     said = []
     for (method, values), p in zip(by_method.items(), p_values, strict=True):
         lower, higher = sum(value > 0 for value in values), sum(value < 0 for value in values)
-        held.append("no difference shown" if p >= SIGNIFICANT else "held" if lower > higher else "did not hold")
+        statuses.append("inconclusive" if p >= SIGNIFICANT else "reproduced" if lower > higher else "not reproduced")
         said.append(
             f"{method}: the mean error is lower in {lower} of {len(values)} conditions (from {min(values):+.1f} to "
             f"{max(values):+.1f} % of the baseline's error), sign test p = {p:.2g}"
         )
     if len(by_method) > 1:
         said.append("p-values are Holm's")
-    verdict: Held = "held" if set(held) == {"held"} else "no difference shown"
+    verdict: VerdictStatus = "reproduced" if set(statuses) == {"reproduced"} else "inconclusive"
     return Verdict(
         claim=statement.claim,
-        held="did not hold" if "did not hold" in held else verdict,
+        status="not reproduced" if "not reproduced" in statuses else verdict,
         evidence="; ".join(said) + ". The tables have the test of each condition.",
     )
 

@@ -13,13 +13,13 @@ from flatmin.lab.foret2021.claims.tables import FINETUNING_DATASETS, FinetuningC
 from flatmin.lab.foret2021.scales import PAPER_SUMMARY, SMOKE_SUMMARY, replica_seeds, smoke
 from flatmin.lab.foret2021.sources import HYPERPARAMETERS
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
-from flatmin.lab.studies.condition_tables import contest_findings
-from flatmin.lab.studies.conditions import Contest, Method, as_it_is, hold_contests, twice, with_rho
+from flatmin.lab.studies.condition_tables import condition_findings
+from flatmin.lab.studies.conditions import Condition, Method, double_epochs, no_tuning, run_conditions, with_rho
 from flatmin.lab.studies.findings import Cell, Findings, Table
 from flatmin.lab.studies.item import Scale
 from flatmin.lab.studies.printed import Claimed, Claims
 from flatmin.lab.sweeps.jobs import Job
-from flatmin.lab.sweeps.runners import Laboratory
+from flatmin.lab.sweeps.runners import Runner
 
 CHECKPOINTS = Path("checkpoints")
 """Where pretrained weights are, relative to the working directory: NETWORK.safetensors (or .pth, .pt)."""
@@ -33,39 +33,41 @@ LAPTOP_SUMMARY = (
 SUMMARIES: dict[Scale, str] = {"paper": PAPER_SUMMARY, "laptop": LAPTOP_SUMMARY, "smoke": SMOKE_SUMMARY}
 
 
-def fine_tuning(scale: Scale, lab: Laboratory) -> Findings:
+def fine_tuning(scale: Scale, runner: Runner) -> Findings:
     """Table 3: nine datasets, EfficientNet-b7 and -L2, with rho chosen for each."""
-    found = _findings("fine-tuning", scale, lab, fine_tuning_contests(scale, lab), claims.FINETUNING)
+    found = _findings("fine-tuning", scale, runner, fine_tuning_conditions(scale, runner), claims.FINETUNING)
     return replace(found, tables=[*found.tables, _previous_best()]) if scale == "paper" else found
 
 
-def fine_tuning_contests(scale: Scale, lab: Laboratory) -> list[Contest]:
+def fine_tuning_conditions(scale: Scale, runner: Runner) -> list[Condition]:
     """Return the conditions of Table 3; the smallest scale has to train the network first that is then fine-tuned."""
     if scale != "paper":
-        return [_small_contest(scale, lab, rho=None)]
+        return [_small_condition(scale, runner, rho=None)]
     return [
-        _paper_contest(model, dataset, rho=None, source=claims.FINETUNING)
+        _paper_condition(model, dataset, rho=None, source=claims.FINETUNING)
         for dataset in FINETUNING_DATASETS
         for model in settings.FINETUNING_MODELS
     ]
 
 
-def fine_tuning_default_rho(scale: Scale, lab: Laboratory) -> Findings:
+def fine_tuning_default_rho(scale: Scale, runner: Runner) -> Findings:
     """Table 10: EfficientNet-b7 with rho = 0.05 throughout, nothing chosen."""
     if scale == "paper":
-        contests = [
-            _paper_contest("efficientnet-b7", dataset, settings.DEFAULT_RHO, claims_appendix.FINETUNING_RHO_005)
+        conditions = [
+            _paper_condition("efficientnet-b7", dataset, settings.DEFAULT_RHO, claims_appendix.FINETUNING_RHO_005)
             for dataset in FINETUNING_DATASETS
             if dataset != "imagenet"  # not in the paper's table: its rho is 0.05 anyway
         ]
     else:
-        contests = [_small_contest(scale, lab, settings.DEFAULT_RHO)]
-    return _findings("fine-tuning-rho-0.05", scale, lab, contests, claims_appendix.FINETUNING_RHO_005)
+        conditions = [_small_condition(scale, runner, settings.DEFAULT_RHO)]
+    return _findings("fine-tuning-rho-0.05", scale, runner, conditions, claims_appendix.FINETUNING_RHO_005)
 
 
-def _findings(item: str, scale: Scale, lab: Laboratory, contests: Sequence[Contest], claimed: Claims[Any]) -> Findings:
-    entries, needed = hold_contests(contests, lab, item, replica_seeds(scale))
-    return contest_findings(
+def _findings(
+    item: str, scale: Scale, runner: Runner, conditions: Sequence[Condition], claimed: Claims[Any]
+) -> Findings:
+    entries, needed = run_conditions(conditions, runner, item, replica_seeds(scale))
+    return condition_findings(
         entries,
         needed,
         item=item,
@@ -79,13 +81,13 @@ def _findings(item: str, scale: Scale, lab: Laboratory, contests: Sequence[Conte
 
 
 def _methods(rhos: Sequence[float], m: int | None) -> tuple[Method, ...]:
-    base = Method(name="without SAM", candidates=as_it_is)
-    longer = twice(base)
+    base = Method(name="without SAM", candidates=no_tuning)
+    longer = double_epochs(base)
     sam = Method(name="SAM", candidates=with_rho(rhos, m), after=base.name, against=((base.name, longer.name),))
     return base, longer, sam
 
 
-def _paper_contest(model: str, dataset: str, rho: float | None, source: Claims[FinetuningCell]) -> Contest:
+def _paper_condition(model: str, dataset: str, rho: float | None, source: Claims[FinetuningCell]) -> Condition:
     training = settings.finetuning(model, dataset)
     start = Experiment(
         data=Data(
@@ -111,10 +113,10 @@ def _paper_contest(model: str, dataset: str, rho: float | None, source: Claims[F
         (name, "test_error"): source[FinetuningCell(dataset, model, key)]
         for name, key in (("without SAM", "sgd"), ("SAM", sam))
     }
-    return Contest(labels=(dataset,), column=model, start=start, methods=_methods(rhos, training.m), claimed=claimed)
+    return Condition(labels=(dataset,), column=model, start=start, methods=_methods(rhos, training.m), claimed=claimed)
 
 
-def _small_contest(scale: Scale, lab: Laboratory, rho: float | None) -> Contest:
+def _small_condition(scale: Scale, runner: Runner, rho: float | None) -> Condition:
     if scale == "laptop":
         start = Experiment(
             data=Data(name="flowers102", augment="imagenet", batch_size=32, image_size=128),
@@ -127,12 +129,12 @@ def _small_contest(scale: Scale, lab: Laboratory, rho: float | None) -> Contest:
     else:
         first = smoke("wrn-10-1")
         first = replace(first, name="fine-tuning/pretraining", data=replace(first.data, seed=1))
-        (pretrained,) = lab.outcomes([Job(experiment=first)], "fine-tuning: pretraining")
+        (pretrained,) = runner.outcomes([Job(experiment=first)], "fine-tuning: pretraining")
         checkpoint = f"run:{pretrained.job.name}"
         model = replace(first.model, checkpoint=checkpoint, head="new", freeze_batch_norm=True)
         start = replace(smoke("wrn-10-1"), model=model)
         rhos = (0.02, 0.05)
-    return Contest(
+    return Condition(
         labels=(start.data.name,),
         column=start.model.name,
         start=start,

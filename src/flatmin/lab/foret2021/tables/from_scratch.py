@@ -22,23 +22,23 @@ from flatmin.lab.foret2021.scales import (
 from flatmin.lab.foret2021.settings import Training
 from flatmin.lab.foret2021.sources import HYPERPARAMETERS
 from flatmin.lab.spec.experiment import Augment, Data, Experiment, Model
-from flatmin.lab.studies.condition_tables import contest_findings
+from flatmin.lab.studies.condition_tables import condition_findings
 from flatmin.lab.studies.conditions import (
-    Contest,
+    Condition,
     Method,
-    as_it_is,
     baselines,
     by_micro_batches,
-    hold_contests,
+    double_epochs,
+    no_tuning,
+    run_conditions,
     sam_and_small_m,
-    twice,
     with_rates,
     with_rho,
 )
 from flatmin.lab.studies.findings import Findings
 from flatmin.lab.studies.item import Scale
 from flatmin.lab.studies.printed import Claimed, Claims
-from flatmin.lab.sweeps.runners import Laboratory
+from flatmin.lab.sweeps.runners import Runner
 
 LABELS = ("model", "augmentation")
 FAMILY_ROWS = {
@@ -51,65 +51,65 @@ FAMILY_ROWS = {
 SMOKE_FAMILIES = ("wrn-10-1", "shake-shake-26-2x2d", "pyramidnet-11-6", "pyramidnet-11-6-shakedrop")
 
 
-def table1(scale: Scale, lab: Laboratory) -> Findings:
+def table1(scale: Scale, runner: Runner) -> Findings:
     """Table 1: CIFAR-10 and CIFAR-100, five models, three augmentations."""
-    return _findings("table1", scale, lab, table1_contests(scale), claims.CIFAR, "cifar")
+    return _findings("table1", scale, runner, table1_conditions(scale), claims.CIFAR, "cifar")
 
 
-def table1_contests(scale: Scale) -> list[Contest]:
+def table1_conditions(scale: Scale) -> list[Condition]:
     """Return the conditions of Table 1."""
     return {"paper": _cifar_paper, "laptop": _small_images_laptop, "smoke": _families_smoke}[scale]()
 
 
-def svhn_fashion(scale: Scale, lab: Laboratory) -> Findings:
+def svhn_fashion(scale: Scale, runner: Runner) -> Findings:
     """Table 5: SVHN and Fashion-MNIST, two models, two augmentations."""
-    contests = svhn_fashion_contests(scale)
-    return _findings("svhn-fashion", scale, lab, contests, claims_appendix.SVHN_FASHION, "svhn-fashion")
+    conditions = svhn_fashion_conditions(scale)
+    return _findings("svhn-fashion", scale, runner, conditions, claims_appendix.SVHN_FASHION, "svhn-fashion")
 
 
-def svhn_fashion_contests(scale: Scale) -> list[Contest]:
+def svhn_fashion_conditions(scale: Scale) -> list[Condition]:
     """Return the conditions of Table 5."""
     if scale == "paper":
         return _svhn_fashion_paper()
     if scale == "laptop":
         return [
-            _laptop_contest("basic", "fashion-mnist"),
-            _laptop_contest("cutout", "fashion-mnist"),
-            _laptop_contest("basic", "fashion-mnist", model="shake-shake-26-2x8d"),
+            _laptop_condition("basic", "fashion-mnist"),
+            _laptop_condition("cutout", "fashion-mnist"),
+            _laptop_condition("basic", "fashion-mnist", model="shake-shake-26-2x8d"),
         ]
-    return [_smoke_contest(SMOKE_FAMILIES[0], "basic"), _smoke_contest(SMOKE_FAMILIES[1], "cutout")]
+    return [_smoke_condition(SMOKE_FAMILIES[0], "basic"), _smoke_condition(SMOKE_FAMILIES[1], "cutout")]
 
 
-def cifar_default_rho(scale: Scale, lab: Laboratory) -> Findings:
+def cifar_default_rho(scale: Scale, runner: Runner) -> Findings:
     """Table 9: the conditions of Table 1 with rho = 0.05 throughout, nothing chosen."""
     if scale == "paper":
-        contests = _cifar_paper(settings.DEFAULT_RHO)
+        conditions = _cifar_paper(settings.DEFAULT_RHO)
     elif scale == "laptop":
         rhos, row = (settings.DEFAULT_RHO,), FAMILY_ROWS["wrn"]
-        fashion = _laptop_contest("none", "fashion-mnist", rhos=rhos, every_m=True)
-        cifar = _laptop_contest("basic", "cifar10", rhos=rhos)
+        fashion = _laptop_condition("none", "fashion-mnist", rhos=rhos, every_m=True)
+        cifar = _laptop_condition("basic", "cifar10", rhos=rhos)
         claimed = {
             (cifar.methods[i].name, "test_error"): claims_appendix.CIFAR_RHO_005[
                 Classification(row, "basic", "cifar10", key)
             ]
             for i, key in ((0, "sgd"), (-1, "sam"))
         }
-        contests = [replace(fashion, claimed={}), replace(cifar, claimed=claimed)]
+        conditions = [replace(fashion, claimed={}), replace(cifar, claimed=claimed)]
     else:
-        contests = [_smoke_contest(SMOKE_FAMILIES[0], "basic", rhos=(settings.DEFAULT_RHO,))]
-    return _findings("rho-0.05", scale, lab, contests, claims_appendix.CIFAR_RHO_005, "cifar")
+        conditions = [_smoke_condition(SMOKE_FAMILIES[0], "basic", rhos=(settings.DEFAULT_RHO,))]
+    return _findings("rho-0.05", scale, runner, conditions, claims_appendix.CIFAR_RHO_005, "cifar")
 
 
 def _findings(
     item: str,
     scale: Scale,
-    lab: Laboratory,
-    contests: Sequence[Contest],
+    runner: Runner,
+    conditions: Sequence[Condition],
     claimed: Claims[Any],
     hyperparameters: str,
 ) -> Findings:
-    entries, needed = hold_contests(contests, lab, item, replica_seeds(scale))
-    return contest_findings(
+    entries, needed = run_conditions(conditions, runner, item, replica_seeds(scale))
+    return condition_findings(
         entries,
         needed,
         item=item,
@@ -122,27 +122,27 @@ def _findings(
     )
 
 
-def _cifar_paper(rho: float | None = None) -> list[Contest]:
+def _cifar_paper(rho: float | None = None) -> list[Condition]:
     source = claims.CIFAR if rho is None else claims_appendix.CIFAR_RHO_005
     return [
-        _paper_contest(row, augment, dataset, settings.CIFAR[row, dataset], source, rho)
+        _paper_condition(row, augment, dataset, settings.CIFAR[row, dataset], source, rho)
         for row in CIFAR_ROWS
         for augment in AUGMENTATIONS
         for dataset in ("cifar10", "cifar100")
     ]
 
 
-def _svhn_fashion_paper() -> list[Contest]:
+def _svhn_fashion_paper() -> list[Condition]:
     return [
-        _paper_contest(row, augment, dataset, training, claims_appendix.SVHN_FASHION, None)
+        _paper_condition(row, augment, dataset, training, claims_appendix.SVHN_FASHION, None)
         for (row, dataset), training in settings.SVHN_FASHION.items()
         for augment in ("basic", "autoaugment")
     ]
 
 
-def _paper_contest(
+def _paper_condition(
     row: str, augment: str, dataset: str, training: Training, source: Claims[Classification], rho: float | None
-) -> Contest:
+) -> Condition:
     chosen = training.rho if rho is None else rho
     start = Experiment(
         data=Data(
@@ -161,34 +161,34 @@ def _paper_contest(
         (name, "test_error"): source[Classification(row, augment, dataset, key)]
         for name, key in (("SGD", "sgd"), ("SAM", "sam"))
     }
-    return Contest(
+    return Condition(
         labels=(row, augment), column=dataset, start=start, methods=sgd_and_sam(chosen, training.m), claimed=claimed
     )
 
 
 def sgd_and_sam(rho: float, m: int | None, doubles: bool = True) -> tuple[Method, ...]:
     """Return SGD, also for twice as many epochs if it doubles, and SAM, with nothing to choose."""
-    sgd = Method(name="SGD", candidates=as_it_is)
-    baselines = (sgd, twice(sgd)) if doubles else (sgd,)
+    sgd = Method(name="SGD", candidates=no_tuning)
+    baselines = (sgd, double_epochs(sgd)) if doubles else (sgd,)
     names = tuple(method.name for method in baselines)
     return (*baselines, Method(name="SAM", candidates=with_rho([rho], m), after="SGD", against=(names,)))
 
 
-def _small_images_laptop() -> list[Contest]:
+def _small_images_laptop() -> list[Condition]:
     """Return Table 1's conditions for two cores; the first is the cheapest."""
-    contests = [_laptop_contest("none", "fashion-mnist", every_m=True), _laptop_contest("basic", "fashion-mnist")]
-    contests += [_laptop_contest("basic", "cifar10"), _laptop_contest("autoaugment", "cifar10")]
+    conditions = [_laptop_condition("none", "fashion-mnist", every_m=True), _laptop_condition("basic", "fashion-mnist")]
+    conditions += [_laptop_condition("basic", "cifar10"), _laptop_condition("autoaugment", "cifar10")]
     models = ("shake-shake-26-2x8d", "pyramidnet-29-24", "pyramidnet-29-24-shakedrop")
-    return contests + [_laptop_contest("basic", "cifar10", model=model) for model in models]
+    return conditions + [_laptop_condition("basic", "cifar10", model=model) for model in models]
 
 
-def _laptop_contest(
+def _laptop_condition(
     augment: Augment,
     dataset: str,
     model: str | None = None,
     rhos: Sequence[float] = LAPTOP_RHOS,
     every_m: bool = False,
-) -> Contest:
+) -> Condition:
     """Return a condition with the paper's m, an eighth of a batch; with every_m also with one eps for the batch."""
     start = LAPTOP[dataset]
     start = replace(start, data=replace(start.data, augment=augment))
@@ -200,7 +200,7 @@ def _laptop_contest(
     else:
         methods = by_micro_batches(rates, rhos, LAPTOP_M)
         sgd, sam = methods[0].name, methods[-1].name
-    return Contest(
+    return Condition(
         labels=(start.model.name, augment),
         column=dataset,
         start=start,
@@ -223,15 +223,15 @@ def _nearest_claims(model: str, augment: Augment, dataset: str, sgd: str, sam: s
     return {(name, "test_error"): source[Classification(row, column, dataset, key)] for name, key in pairs}
 
 
-def _families_smoke() -> list[Contest]:
+def _families_smoke() -> list[Condition]:
     augments: tuple[Augment, ...] = ("basic", "cutout", "autoaugment", "none")
-    return [_smoke_contest(model, augment) for model, augment in zip(SMOKE_FAMILIES, augments, strict=True)]
+    return [_smoke_condition(model, augment) for model, augment in zip(SMOKE_FAMILIES, augments, strict=True)]
 
 
-def _smoke_contest(model: str, augment: Augment, rhos: Sequence[float] = (0.05, 0.1)) -> Contest:
+def _smoke_condition(model: str, augment: Augment, rhos: Sequence[float] = (0.05, 0.1)) -> Condition:
     start = smoke(model)
     start = replace(start, data=replace(start.data, augment=augment))
-    return Contest(
+    return Condition(
         labels=(model, augment),
         column=start.data.name,
         start=start,

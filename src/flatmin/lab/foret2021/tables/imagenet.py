@@ -13,12 +13,12 @@ from flatmin.lab.foret2021.scales import LAPTOP, SUMMARIES, replica_seeds, smoke
 from flatmin.lab.foret2021.sources import HYPERPARAMETERS
 from flatmin.lab.foret2021.tables.from_scratch import sgd_and_sam
 from flatmin.lab.spec.experiment import Data, Experiment, Model
-from flatmin.lab.studies.condition_tables import contest_findings
-from flatmin.lab.studies.conditions import Contest, Entry, hold_contests
+from flatmin.lab.studies.condition_tables import condition_findings
+from flatmin.lab.studies.conditions import Condition, MethodResult, run_conditions
 from flatmin.lab.studies.contrasts import Contrast, contrast_between, judge, metric_by_seed, verdicts_at
 from flatmin.lab.studies.findings import Findings, Verdict
 from flatmin.lab.studies.item import Scale
-from flatmin.lab.sweeps.runners import Laboratory
+from flatmin.lab.sweeps.runners import Runner
 
 LAPTOP_SUMMARY = (
     "A small network (WRN-10-2) on 1,000 images of CIFAR-10 for 20, 40 and 80 epochs on a laptop's two cores, in place "
@@ -27,10 +27,10 @@ LAPTOP_SUMMARY = (
 )
 
 
-def imagenet(scale: Scale, lab: Laboratory) -> Findings:
+def imagenet(scale: Scale, runner: Runner) -> Findings:
     """Table 2: ResNets on ImageNet for 100, 200 and 400 epochs, top-1 and top-5 error; nothing doubles."""
-    entries, needed = hold_contests(imagenet_contests(scale), lab, "imagenet", replica_seeds(scale))
-    found = contest_findings(
+    entries, needed = run_conditions(imagenet_conditions(scale), runner, "imagenet", replica_seeds(scale))
+    found = condition_findings(
         entries,
         needed,
         item="imagenet",
@@ -45,31 +45,31 @@ def imagenet(scale: Scale, lab: Laboratory) -> Findings:
     return replace(found, verdicts=[*found.verdicts, *verdicts_at(scale, _over_epochs(entries))])
 
 
-def _over_epochs(entries: Sequence[Entry]) -> list[Verdict]:
+def _over_epochs(entries: Sequence[MethodResult]) -> list[Verdict]:
     """Judge that with SAM the error falls with more epochs, and that without it rises in the end."""
     _, falls, rises = (statement.claim for statement in claims.IMAGENET.statements)
     read = partial(metric_by_seed, metric="test_error")
     falling: list[Contrast] = []
     rising: list[Contrast] = []
-    for model in dict.fromkeys(e.contest.labels[0] for e in entries):
+    for model in dict.fromkeys(e.condition.labels[0] for e in entries):
         for method, contrasts in (("SAM", falling), ("SGD", rising)):
-            own = [e for e in entries if e.contest.labels[0] == model and e.method.name == method]
-            own.sort(key=lambda e: e.contest.start.epochs)
-            replicas = [(e.contest.column, e.replicas) for e in own]
+            own = [e for e in entries if e.condition.labels[0] == model and e.method.name == method]
+            own.sort(key=lambda e: e.condition.start.epochs)
+            replicas = [(e.condition.column, e.replicas) for e in own]
             for shorter, longer in pairwise(replicas if method == "SAM" else replicas[-2:]):
                 low, high = (longer, shorter) if method == "SAM" else (shorter, longer)
                 contrasts.append(contrast_between(f"test error of {model} with {method}, %", low, high, read))
     return [judge(falls, falling), judge(rises, rising)]
 
 
-def imagenet_contests(scale: Scale) -> list[Contest]:
+def imagenet_conditions(scale: Scale) -> list[Condition]:
     """Return the conditions of Table 2."""
     if scale == "paper":
         return [_imagenet_contest(model, epochs) for model, epochs in settings.IMAGENET]
     return _epochs_contests(scale)
 
 
-def _imagenet_contest(model: str, epochs: int) -> Contest:
+def _imagenet_contest(model: str, epochs: int) -> Condition:
     training = settings.IMAGENET[model, epochs]
     start = Experiment(
         data=Data(
@@ -89,12 +89,12 @@ def _imagenet_contest(model: str, epochs: int) -> Contest:
         for metric, top in (("test_error", 1), ("test_top5_error", 5))
     }
     methods = sgd_and_sam(training.rho, training.m, doubles=False)
-    return Contest(labels=(model,), column=f"{epochs} epochs", start=start, methods=methods, claimed=claimed)
+    return Condition(labels=(model,), column=f"{epochs} epochs", start=start, methods=methods, claimed=claimed)
 
 
-def _epochs_contests(scale: Scale) -> list[Contest]:
+def _epochs_contests(scale: Scale) -> list[Condition]:
     """Return what Table 2 asks, on a small scale: more and more epochs, with and without SAM."""
-    contests = []
+    conditions = []
     for factor in (1, 2, 4):
         if scale == "laptop":
             start = LAPTOP["cifar10"]
@@ -109,9 +109,9 @@ def _epochs_contests(scale: Scale) -> list[Contest]:
             for name, key in (("SGD", "sgd"), ("SAM", "sam"))
             if scale == "laptop"
         }
-        contests.append(
-            Contest(
+        conditions.append(
+            Condition(
                 labels=(start.model.name,), column=f"{epochs} epochs", start=start, methods=methods, claimed=claimed
             )
         )
-    return contests
+    return conditions

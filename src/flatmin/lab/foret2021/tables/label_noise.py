@@ -21,16 +21,16 @@ from flatmin.lab.foret2021.scales import (
 )
 from flatmin.lab.foret2021.sources import HYPERPARAMETERS
 from flatmin.lab.spec.experiment import Data, Experiment, Model
-from flatmin.lab.studies.condition_tables import Rows, contest_findings
+from flatmin.lab.studies.condition_tables import Rows, condition_findings
 from flatmin.lab.studies.conditions import (
-    CHOOSING_SEED,
-    Contest,
+    TUNING_SEED,
+    Condition,
     Method,
-    as_it_is,
     baselines,
-    hold_contests,
+    double_epochs,
+    no_tuning,
+    run_conditions,
     sam_and_small_m,
-    twice,
     with_rates,
     with_rho,
 )
@@ -39,7 +39,7 @@ from flatmin.lab.studies.findings import Cell, Comparison, Findings, Table, Verd
 from flatmin.lab.studies.item import Scale
 from flatmin.lab.studies.statistics import mean_and_interval
 from flatmin.lab.sweeps.jobs import Job, Outcome
-from flatmin.lab.sweeps.runners import Laboratory
+from flatmin.lab.sweeps.runners import Runner
 
 LAPTOP_SUMMARY = (
     "A small network (WRN-10-2) on 1,000 images of Fashion-MNIST for 40 epochs on a laptop's two cores, in place of "
@@ -58,12 +58,12 @@ LAPTOP_ALPHAS = (1.0, 8.0)
 SMOKE_PERCENT = (20, 80)
 
 
-def label_noise(scale: Scale, lab: Laboratory) -> Findings:
+def label_noise(scale: Scale, runner: Runner) -> Findings:
     """Table 4: SGD, Mixup and SAM, and the latter two bootstrapped, at 20 to 80 % wrong labels."""
     percents = SMOKE_PERCENT if scale == "smoke" else NOISE_PERCENT
-    contests = [_contest(scale, percent) for percent in percents]
-    entries, needed = hold_contests(contests, lab, "label-noise", replica_seeds(scale))
-    return contest_findings(
+    conditions = [_condition(scale, percent) for percent in percents]
+    entries, needed = run_conditions(conditions, runner, "label-noise", replica_seeds(scale))
+    return condition_findings(
         entries,
         needed,
         item="label-noise",
@@ -79,7 +79,7 @@ def label_noise(scale: Scale, lab: Laboratory) -> Findings:
     )
 
 
-def noise_and_rho(scale: Scale, lab: Laboratory) -> Findings:
+def noise_and_rho(scale: Scale, runner: Runner) -> Findings:
     """Table 8: the validation error of bootstrapped SAM for each rho and noise level."""
     percents = SMOKE_PERCENT if scale == "smoke" else NOISE_PERCENT
     rhos = (0.0, 0.1) if scale == "smoke" else (0.0, *settings.RHO_GRID)
@@ -91,8 +91,8 @@ def noise_and_rho(scale: Scale, lab: Laboratory) -> Findings:
             m = base_m(scale)
             experiment = replace(base, data=held_out, optim=replace(base.optim, rho=rho, m=m))
             name = f"noise-and-rho/{percent} %/rho {rho:g}"
-            jobs[rho, percent] = Job(experiment=replace(experiment, name=name), seed=CHOOSING_SEED)
-    outcomes = dict(zip(jobs, lab.outcomes(list(jobs.values()), "noise-and-rho"), strict=True))
+            jobs[rho, percent] = Job(experiment=replace(experiment, name=name), seed=TUNING_SEED)
+    outcomes = dict(zip(jobs, runner.outcomes(list(jobs.values()), "noise-and-rho"), strict=True))
     rows: Rows = []
     for rho in rhos:
         row: list[str | Cell | Comparison] = [f"{rho:g}"]
@@ -106,7 +106,7 @@ def noise_and_rho(scale: Scale, lab: Laboratory) -> Findings:
                     measured=None if not values else mean_and_interval(values),
                     values=values,
                     runs=(outcome.job.name,) if values else (),
-                    note=None if outcome.problem is None else "diverged" if outcome.final else "came to nothing",
+                    note=None if outcome.failure is None else "diverged" if outcome.final else "came to nothing",
                 )
             )
         rows.append(row)
@@ -128,7 +128,7 @@ def noise_and_rho(scale: Scale, lab: Laboratory) -> Findings:
         verdicts=[
             Verdict(
                 claim=statement.claim,
-                held="not tested",
+                status="not tested",
                 evidence=f"One run each proves nothing. Best here: {_best_rhos(outcomes, rhos, percents)}.",
             )
             for statement in claims_appendix.NOISE_VALIDATION.statements
@@ -145,7 +145,7 @@ def noise_and_rho(scale: Scale, lab: Laboratory) -> Findings:
 def _best_rhos(outcomes: Mapping[tuple[float, int], Outcome], rhos: Sequence[float], percents: Sequence[int]) -> str:
     best = []
     for percent in percents:
-        errors = {rho: metric_by_seed([outcomes[rho, percent]], "valid_error").get(CHOOSING_SEED) for rho in rhos}
+        errors = {rho: metric_by_seed([outcomes[rho, percent]], "valid_error").get(TUNING_SEED) for rho in rhos}
         known = {rho: error for rho, error in errors.items() if error is not None}
         best.append(f"{percent} %: {f'rho {min(known, key=known.__getitem__):g}' if known else 'not run'}")
     return ", ".join(best)
@@ -170,20 +170,20 @@ def _start(scale: Scale, percent: int) -> Experiment:
     return replace(start, data=replace(start.data, label_noise=percent / 100))
 
 
-def _contest(scale: Scale, percent: int) -> Contest:
+def _condition(scale: Scale, percent: int) -> Condition:
     if scale == "paper":
         training = settings.LABEL_NOISE[percent]
-        sgd, longer = baselines(as_it_is)
+        sgd, longer = baselines(no_tuning)
         sam: tuple[Method, ...] = (Method(name="SAM", candidates=with_rho([training.rho], training.m), after="SGD"),)
         alphas: Sequence[float] = settings.MIXUP_ALPHAS
     elif scale == "laptop":
         sgd, longer = baselines(with_rates(LAPTOP_LRS, LAPTOP_DECAYS))
         sam, alphas = sam_and_small_m(LAPTOP_RHOS, LAPTOP_M), LAPTOP_ALPHAS
     else:
-        sgd, longer = baselines(as_it_is)
+        sgd, longer = baselines(no_tuning)
         sam, alphas = (Method(name="SAM", candidates=with_rho((0.05, 0.1)), after="SGD"),), (1.0,)
     mixup = Method(name="Mixup", candidates=_with_mixup(alphas), after="SGD")
-    mixups = (mixup, twice(mixup))
+    mixups = (mixup, double_epochs(mixup))
     rivals = ((sgd.name, longer.name), tuple(m.name for m in mixups))
     methods = (
         sgd,
@@ -200,7 +200,7 @@ def _contest(scale: Scale, percent: int) -> Contest:
     claimed = {
         (name, "test_error"): claims.LABEL_NOISE[NoiseCell(name, percent)] for name in NOISE_METHODS if scale != "smoke"
     }
-    return Contest(labels=(), column=f"{percent} %", start=_start(scale, percent), methods=methods, claimed=claimed)
+    return Condition(labels=(), column=f"{percent} %", start=_start(scale, percent), methods=methods, claimed=claimed)
 
 
 def _with_mixup(alphas: Sequence[float]) -> Callable[[Experiment], list[Experiment]]:

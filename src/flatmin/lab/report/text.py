@@ -13,7 +13,7 @@ from flatmin.lab.studies.statistics import SIGNIFICANT
 MOST_CHARACTERS = 60
 """Of a file's name: some file systems take no more than 143."""
 HOW_TO_READ = (
-    "A measured number is the mean over n replicas (same settings; other initialisation and order of examples), ± half "
+    "A measured number is the mean over n replicas (same settings; other initialization and order of examples), ± half "
     "the width of its 95 % confidence interval (Student's t). One replica has no interval. Claims are quoted as "
     "printed.",
     "A comparison is the mean of the differences between runs of the same seed, with its interval, the two-sided "

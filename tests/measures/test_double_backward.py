@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from flatmin.measures import HessianOperator
-from flatmin.measures.images import TwiceDifferentiable, _Convolution
+from flatmin.measures.double_backward import TwiceDifferentiable, _Convolution
 from measures.cases import assert_untouched, dense_hessian, everything
 
 
@@ -163,6 +163,6 @@ def test_a_checkpoint_finds_the_same_operations_when_it_runs_again():
 def test_a_model_that_casts_keeps_the_precision_of_its_operations(monkeypatch):
     op = HessianOperator(Network(autocast), nn.CrossEntropyLoss(), [images()])
     found = op @ torch.ones(op.dim)
-    monkeypatch.setattr("flatmin.measures.images.STAND_INS", {})
+    monkeypatch.setattr("flatmin.measures.double_backward.STAND_INS", {})
     again = HessianOperator(Network(autocast), nn.CrossEntropyLoss(), [images()]) @ torch.ones(op.dim)
     assert torch.equal(found, again)
