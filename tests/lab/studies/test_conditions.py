@@ -273,6 +273,7 @@ def test_comparisons_are_paired_by_seed_and_corrected_within_the_table():
     assert comparison.difference.mean == pytest.approx(differences.mean())
     assert comparison.difference.half_width == pytest.approx(stats.t.ppf(0.975, 4) * stats.sem(differences))
     assert [v.status for v in findings.verdicts] == ["reproduced", "reproduced"]
+    assert findings.verdicts[0].comparisons == [comparison]
 
 
 def test_verdicts_go_by_holms_p_over_the_whole_table():

@@ -75,6 +75,19 @@ def test_a_claim_holds_where_all_its_contrasts_do_after_holms_correction(contras
     assert judge("It is lower.", contrasts).status == held
 
 
+def test_verdict_has_the_numbers_it_was_judged_by():
+    """Effect, interval, baseline, pairs and both p-values, for every contrast with a pair."""
+    verdict = judge("It is lower.", [with_p(0.01), with_p(0.04), contrast({0: 1.0}, {1: 1.0})])
+    first, second = verdict.comparisons
+    assert (first.p_value, first.p_holm, second.p_holm) == pytest.approx((0.01, 0.02, 0.04))
+    assert (first.baseline, first.quantity, first.num_pairs) == (50.0, "error, %", 5)
+    assert first.difference.mean == pytest.approx(-stats.t.isf(0.005, 4) * stats.sem([-2, -1, 0, 1, 2]))
+
+
+def test_baseline_of_comparison_is_the_mean_over_its_pairs():
+    assert contrast({0: 4.0, 2: 1.0}, {3: 9.0, 2: 2.0, 0: 7.0}).comparison(0.5).baseline == 4.5
+
+
 def test_comparisons_are_corrected_together():
     two_of_three = contrast({0: 1.0, 1: 2.0}, {0: 2.0, 1: 4.0}, num_asked=3)
     contrasts = [with_p(0.04), with_p(0.03, sign=1), contrast({0: 1.0}, {1: 1.0}), two_of_three]
@@ -101,6 +114,8 @@ def test_curves_are_means_over_replicas_in_percent():
     (series,) = along_training("SAM", [outcome(0, [0.5, 0.25]), outcome(1, [0.75, 0.25])], lambda m: m["test_error"])
     assert (series.x, series.y) == ([1.0, 2.0], [62.5, 25.0])
     assert series.half_width == pytest.approx([stats.t.ppf(0.975, 1) * stats.sem([50.0, 75.0]), 0.0])
+    (alone,) = along_training("SAM", [outcome(0)], lambda m: m["test_error"])
+    assert math.isnan(alone.half_width[0])  # one replica has no interval, not one of width 0
 
 
 def test_a_run_is_missing_until_it_is_measured_in_full():

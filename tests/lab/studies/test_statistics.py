@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from flatmin.lab.studies.statistics import Interval, holm, mean_and_interval, paired_p_value
+from flatmin.lab.studies.statistics import Interval, holm, mean_and_interval, p_text, paired_p_value
 
 
 def test_the_interval_is_students():
@@ -18,6 +18,7 @@ def test_the_interval_is_students():
 
 def test_an_interval_is_printed_with_half_its_width():
     assert str(Interval(14.7183, 0.3421)) == "14.7 ± 0.34"
+    assert str(Interval(14.7183, math.nan)) == "14.7"
 
 
 def test_the_paired_test_sees_differences_and_not_levels():
@@ -69,3 +70,11 @@ def test_holm_keeps_the_order_lowers_nothing_and_lies_below_bonferroni(seed):
     assert np.all(adjusted >= p)
     assert np.all(adjusted <= np.minimum(1, 9 * p))
     assert adjusted.min() == pytest.approx(9 * p.min())
+
+
+@pytest.mark.parametrize(
+    ("p_value", "shown"),
+    [(0.05, "p = 0.050"), (0.001, "p = 0.001"), (0.0009, "p < 0.001"), (math.nan, "no test")],
+)
+def test_p_values_have_three_decimals_and_are_never_0(p_value, shown):
+    assert p_text(p_value) == shown

@@ -11,7 +11,6 @@ from flatmin.lab.report.numbers import (
     measured_text,
     num_replicas,
     number_text,
-    p_text,
     plural,
     time_text,
 )
@@ -20,6 +19,7 @@ from flatmin.lab.report.runs import ERRORS, RunRecord
 from flatmin.lab.report.tables import Column, Entry, caption, columns_of, padded, traced, values_text, worth_a_table
 from flatmin.lab.report.text import HOW_TO_READ, about_runs, alarm, item_lines, setting_text
 from flatmin.lab.studies.findings import Cell, Comparison, Findings, LineFigure, SurfaceFigure, Table
+from flatmin.lab.studies.statistics import p_text
 
 
 def markdown_page(
@@ -112,7 +112,7 @@ def _measured(cell: Cell, with_unit: bool) -> str:
 
 def _comparison(comparison: Comparison, with_unit: bool) -> str:
     text = comparison_text(comparison, with_unit=with_unit)
-    p_values = f"p {p_text(comparison.p_value)}, Holm p {p_text(comparison.p_holm)}"
+    p_values = f"{p_text(comparison.p_value)}, Holm {p_text(comparison.p_holm)}"
     return f"{text} ({comparison.name}, {plural(comparison.num_pairs, 'pair')}; {p_values})"
 
 

@@ -45,18 +45,6 @@ def number_text(value: float | None, unit: str = "%") -> str:
     return _with_minus(f"{value:.2f}" if unit == "%" and math.isfinite(value) else f"{value:.4g}")
 
 
-def p_text(p_value: float) -> str:
-    """Return a p-value with its sign of relation.
-
-    Example:
-        >>> p_text(0.01234), p_text(1e-5), p_text(float("nan"))
-        ('= 0.012', '< 0.001', '–')
-    """
-    if math.isnan(p_value):
-        return NOTHING
-    return "< 0.001" if p_value < 0.001 else f"= {p_value:.3f}"
-
-
 def time_text(seconds: float) -> str:
     """Return a time for people.
 

@@ -9,13 +9,12 @@ from flatmin.lab.report.numbers import (
     comparison_text,
     measured_text,
     num_replicas,
-    p_text,
     plural,
 )
 from flatmin.lab.report.page_runs import RunLinks
 from flatmin.lab.report.tables import Column, Entry, caption, columns_of, padded, traced, values_text
 from flatmin.lab.studies.findings import Cell, Comparison, Table
-from flatmin.lab.studies.statistics import SIGNIFICANT
+from flatmin.lab.studies.statistics import SIGNIFICANT, p_text
 
 
 def table_html(table: Table, links: RunLinks) -> str:
@@ -81,12 +80,12 @@ def _measured(cell: Cell, links: RunLinks, with_unit: bool) -> str:
 
 
 def _comparison(comparison: Comparison, links: RunLinks, with_unit: bool) -> str:
-    corrected = f"Holm p {p_text(comparison.p_holm)}"
+    corrected = f"Holm {p_text(comparison.p_holm)}"
     corrected = f"<strong>{_e(corrected)}</strong>" if comparison.p_holm < SIGNIFICANT else _e(corrected)
     pairs = plural(comparison.num_pairs, "pair")
     facts = (
         f'<small class="fact">{_e(comparison.name)}, {pairs}</small>'
-        f'<small class="fact">p {_e(p_text(comparison.p_value))}, {corrected}</small>'
+        f'<small class="fact">{_e(p_text(comparison.p_value))}, {corrected}</small>'
     )
     return _traced(comparison_text(comparison, with_unit=with_unit), facts, comparison, links)
 

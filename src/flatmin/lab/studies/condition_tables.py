@@ -6,11 +6,11 @@ from typing import Any, Literal
 
 from flatmin.lab.spec.experiment import Experiment
 from flatmin.lab.studies.conditions import Condition, MethodResult, better, validation_error
-from flatmin.lab.studies.contrasts import Contrast, p_text, verdicts_at
+from flatmin.lab.studies.contrasts import Contrast, verdicts_at
 from flatmin.lab.studies.findings import Cell, Comparison, Findings, Hyperparameter, Table, Verdict, own_settings
 from flatmin.lab.studies.item import Scale
 from flatmin.lab.studies.printed import Claims
-from flatmin.lab.studies.statistics import holm, mean_and_interval
+from flatmin.lab.studies.statistics import holm, mean_and_interval, p_text
 from flatmin.lab.sweeps.jobs import Outcome
 
 Rows = list[list[str | Cell | Comparison]]
@@ -216,18 +216,14 @@ def _verdict(entry: MethodResult, contrast: Contrast, p_holm: float, metric: str
         claim=_claim(entry, contrast.higher_name, metric),
         status=contrast.status(p_holm),
         evidence=f"{comparison.difference.mean:+.2f} ± {comparison.difference.half_width:.2f} points over "
-        f"{comparison.num_pairs} pairs, {_p_values(comparison)}.",
+        f"{comparison.num_pairs} pairs, {p_text(p_holm)} (Holm).",
+        comparisons=[comparison],
     )
 
 
 def _experiments(entries: Sequence[MethodResult]) -> list[Experiment]:
     """Return what is trained, as far as it is chosen; what the choices start from where nothing is."""
     return [e.chosen for e in entries if e.chosen is not None] or [e.condition.start for e in entries]
-
-
-def _p_values(comparison: Comparison) -> str:
-    said = p_text(comparison.p_value)
-    return said if math.isnan(comparison.p_holm) else f"{said}, {comparison.p_holm:.2g} after Holm's correction"
 
 
 def _choices(entries: Sequence[MethodResult]) -> Table | None:

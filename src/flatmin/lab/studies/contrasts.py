@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from flatmin.lab.runs.directory import Metrics
 from flatmin.lab.studies.findings import Cell, Comparison, Series, Verdict, VerdictStatus
 from flatmin.lab.studies.item import Scale
-from flatmin.lab.studies.statistics import SIGNIFICANT, Interval, holm, mean_and_interval, paired_p_value
+from flatmin.lab.studies.statistics import SIGNIFICANT, holm, mean_and_interval, p_text, paired_p_value
 from flatmin.lab.sweeps.jobs import Measurement, MeasurementResult, Outcome
 
 BySeed = Mapping[int, float]
@@ -95,6 +95,8 @@ class Contrast:
         return Comparison(
             name=f"{self.lower_name} - {self.higher_name}",
             difference=mean_and_interval(self.differences),
+            baseline=mean(self.higher[seed] for seed in self.lower if seed in self.higher),
+            quantity=self.quantity,
             p_value=self.p_value,
             p_holm=p_holm,
             num_pairs=len(self.differences),
@@ -124,11 +126,6 @@ class Contrast:
         if n == 1:
             return f"{said}; n = 1, too few for a test"
         return f"{said}; difference {mean_and_interval(self.differences)}, n = {n}, {p_text(p_holm)}"
-
-
-def p_text(p_value: float) -> str:
-    """Return a p-value for people; NaN is that of differences which are all equal."""
-    return "no test, as all differences are equal" if math.isnan(p_value) else f"p = {p_value:.2g}"
 
 
 def contrast_between(
@@ -177,7 +174,12 @@ def judge(claim: str, contrasts: Sequence[Contrast]) -> Verdict:
     said = [contrast.describe(p) for contrast, p in zip(contrasts, p_values, strict=True)]
     if sum(not math.isnan(p) for p in p_values) > 1:
         said.append("p-values are Holm's")
-    return Verdict(claim=claim, status=status, evidence="; ".join(said) + ".")
+    return Verdict(
+        claim=claim,
+        status=status,
+        evidence="; ".join(said) + ".",
+        comparisons=[c.comparison(p) for c, p in zip(contrasts, p_values, strict=True) if c.differences],
+    )
 
 
 def comparisons(contrasts: Sequence[Contrast]) -> list[Comparison | str]:
@@ -212,9 +214,9 @@ def along_training(name: str, outcomes: Iterable[Outcome], read: Callable[[Metri
 
 
 def series_interval(columns: Sequence[Sequence[float]]) -> tuple[list[float], list[float]]:
-    """Return the means and half-widths of columns of replicas; a half-width of 0 where there is one replica."""
-    intervals: list[Interval] = [mean_and_interval(column) for column in columns]
-    return [i.mean for i in intervals], [0.0 if math.isnan(i.half_width) else i.half_width for i in intervals]
+    """Return the means and half-widths of columns of replicas; NaN where there is one replica."""
+    intervals = [mean_and_interval(column) for column in columns]
+    return [i.mean for i in intervals], [i.half_width for i in intervals]
 
 
 def _last(outcome: Outcome, metric: str) -> float | None:

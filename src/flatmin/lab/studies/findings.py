@@ -3,6 +3,7 @@
 A study returns these; ``report`` turns them into a page. Nothing here knows about HTML.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -37,6 +38,10 @@ class Comparison:
     name: str
     difference: Interval
     """Of SAM minus the baseline: negative errors are better."""
+    baseline: float = math.nan
+    """The baseline's mean over the same pairs: what the difference is relative to."""
+    quantity: str = ""
+    """What is compared, for example "test error"."""
     p_value: float
     p_holm: float
     """Corrected for all comparisons of the table (Holm, 1979)."""
@@ -122,6 +127,9 @@ class Verdict:
     claim: str
     status: VerdictStatus
     evidence: str
+    """In a sentence."""
+    comparisons: Sequence[Comparison] = ()
+    """What it was judged by: effect, interval, number of pairs and p-value of each comparison."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +159,8 @@ class Findings:
     hyperparameters: Sequence[Hyperparameter] = ()
     notes: Sequence[str] = ()
     """Slips of the paper, departures, warnings."""
+    cut: Sequence[str] = ()
+    """What of the paper's item is not run at this scale, and why."""
     runs: Sequence[str] = field(default=())
     """All runs of the study, by the names of their directories, those that chose hyperparameters included."""
     num_missing: int = 0

@@ -21,7 +21,8 @@ class Interval:
     half_width: float
 
     def __str__(self) -> str:
-        return f"{self.mean:.3g} ± {self.half_width:.2g}"
+        alone = f"{self.mean:.3g}"
+        return alone if math.isnan(self.half_width) else f"{alone} ± {self.half_width:.2g}"
 
 
 def mean_and_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
@@ -67,3 +68,15 @@ def holm(p_values: Sequence[float]) -> list[float]:
     adjusted = np.full(len(p), math.nan)
     adjusted[order] = np.maximum.accumulate(np.minimum(1.0, p[order] * np.arange(len(order), 0, -1)))
     return [float(value) for value in adjusted]
+
+
+def p_text(p_value: float) -> str:
+    """Return a p-value as text; NaN is a test that cannot be made.
+
+    Example:
+        >>> p_text(0.01234), p_text(1e-5), p_text(float("nan"))
+        ('p = 0.012', 'p < 0.001', 'no test')
+    """
+    if math.isnan(p_value):
+        return "no test"
+    return "p < 0.001" if p_value < 0.001 else f"p = {p_value:.3f}"
