@@ -63,7 +63,7 @@ def test_lab_has_no_module_of_its_own_but_errors():
 
 
 def test_importing_flatmin_imports_no_lab_and_nothing_heavy():
-    heavy = ["flatmin.lab", "torchvision", "timm", "matplotlib", "plotly", "tyro", "rich", "ray"]
+    heavy = ["flatmin.lab", "torchvision", "timm", "matplotlib", "plotly", "tyro", "rich", "ray", "scipy"]
     code = f"import sys, flatmin; print([m for m in {heavy!r} if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"

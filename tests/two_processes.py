@@ -27,12 +27,11 @@ def _serve(rank, rendezvous, pipe):
 
 class TwoProcesses:
     def __init__(self):
-        self._pipes = []
+        self._pipes, self._processes = [], []
 
     def _start(self):
         context = mp.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
-        self._processes = []
         for rank in range(WORLD):
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -61,12 +60,12 @@ class TwoProcesses:
         return results
 
     def close(self):
-        for pipe, process in zip(self._pipes, getattr(self, "_processes", []), strict=True):
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
             with contextlib.suppress(OSError):
                 pipe.send(None)
             process.join(timeout=5)
             if process.is_alive():
                 process.kill()
-        self._pipes = []
+        self._pipes, self._processes = [], []
         if hasattr(self, "_folder"):
             self._folder.cleanup()

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flatmin.core.compat import all_gather_single, distribute_same_tensor
+
 Shards = tuple[Any, tuple[int, ...]]
 """A device mesh, and those of its dimensions over which a tensor is split."""
 
@@ -58,10 +60,7 @@ def local_noise(parameter: Tensor, generator: torch.Generator, dtype: torch.dtyp
     noise = torch.randn(shape, generator=generator, dtype=dtype, device=generator.device).to(parameter.device)
     if not is_sharded(parameter):
         return noise
-    from torch.distributed.tensor import distribute_tensor
-
-    whole = distribute_tensor(noise, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    return local_part(whole)
+    return local_part(distribute_same_tensor(noise, parameter.device_mesh, parameter.placements))
 
 
 def gather_rows(rows: Sequence[Tensor], shards: Sequence[Shards | None]) -> Tensor:
@@ -80,7 +79,7 @@ def gather_rows(rows: Sequence[Tensor], shards: Sequence[Shards | None]) -> Tens
         for dim in way[1] if way is not None else ():
             group = way[0].get_group(dim)  # type: ignore[index]
             whole = part.new_empty((dist.get_world_size(group) * len(part), part.shape[1]))
-            dist.all_gather_single(whole, part.contiguous(), group=group)
+            all_gather_single(whole, part.contiguous(), group)
             part = whole
         gathered.append(part)
     return gathered[0] if len(gathered) == 1 else torch.cat(gathered)

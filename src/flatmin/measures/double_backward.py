@@ -23,6 +23,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from flatmin.core.compat import has_saved_tensors_hooks
+
 aten = torch.ops.aten
 
 
@@ -39,7 +41,7 @@ class TwiceDifferentiable(TorchFunctionMode):
         """Call a function of torch, or what stands in for it."""
         kwargs = kwargs or {}
         # A checkpoint runs again in the backward pass, outside of this mode, and has to find the same operations.
-        hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        hooked = has_saved_tensors_hooks()
         plain = all(kind is Tensor for kind in types)
         stand_in = STAND_INS.get(func) if plain and not hooked and not torch.is_autocast_enabled("cpu") else None
         result = None if stand_in is None else stand_in(*args, **kwargs)

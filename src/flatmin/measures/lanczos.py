@@ -12,7 +12,6 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from scipy.linalg import eigh_tridiagonal
 from torch import Tensor
 
 ROUNDING = 100.0  # what lies below this many epsilons of the largest number seen is taken for rounding
@@ -96,14 +95,14 @@ class Krylov:
 
     def ritz(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the Ritz values, descending, their vectors in the basis (columns), and residual norms."""
-        values, vectors = eigh_tridiagonal(np.array(self.alphas), np.array(self.betas[:-1]))
+        values, vectors = _tridiagonal_eigenpairs(np.array(self.alphas), np.array(self.betas[:-1]))
         values, vectors = values[::-1], vectors[:, ::-1]
         return values, vectors, np.abs(vectors[-1]) * self.betas[-1]
 
     def leader(self) -> tuple[float, float]:
         """Return the largest Ritz value of the last block, and its residual."""
         first = self.starts[-1]
-        values, vectors = eigh_tridiagonal(np.array(self.alphas[first:]), np.array(self.betas[first:-1]))
+        values, vectors = _tridiagonal_eigenpairs(np.array(self.alphas[first:]), np.array(self.betas[first:-1]))
         return float(values[-1]), float(abs(vectors[-1, -1]) * self.betas[-1])
 
     def _orthogonalized(self, w: Tensor) -> Tensor:
@@ -128,3 +127,10 @@ def random_normal(op: Operator, generator: torch.Generator) -> Tensor:
 def random_signs(op: Operator, generator: torch.Generator) -> Tensor:
     """Return a vector of random signs, drawn on the CPU so that every device gets the same."""
     return (2 * torch.randint(2, (op.dim,), generator=generator) - 1).to(op.dtype).to(op.device)
+
+
+def _tridiagonal_eigenpairs(diagonal: np.ndarray, off_diagonal: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    from scipy.linalg import eigh_tridiagonal  # imported when used: SciPy takes a second to import
+
+    values, vectors = eigh_tridiagonal(diagonal, off_diagonal)
+    return values, vectors

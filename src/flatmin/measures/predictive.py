@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from scipy.stats import kendalltau
 
 from flatmin.measures import plots
 
@@ -87,6 +86,8 @@ def predictive_power(
         (1.0, 1.0)
     """
     mu, g = np.asarray(measure, dtype=float), np.asarray(gap, dtype=float)
+    from scipy.stats import kendalltau  # imported when used: SciPy takes a second to import
+
     cells = _check(mu, g, hyperparameters, permutations)
     per_set = {chosen: _information(mu, g, cell) for chosen, cell in cells.items()}
     scored = [chosen for chosen in cells if len(chosen) == max(map(len, cells)) and not math.isnan(per_set[chosen])]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ class Images(Protocol):
         """Return the images with the numbers ``draw.examples``, uint8 (N, C, H, W)."""
         ...
 
-    def take(self, indices: NDArray[np.int64], labels: NDArray[np.int64] | None = None) -> Self:
+    def take(self, indices: NDArray[np.int64], labels: NDArray[np.int64] | None = None) -> "Images":
         """Return a set of some of the images, with other labels if given."""
         ...
 

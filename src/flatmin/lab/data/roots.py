@@ -114,8 +114,11 @@ def check_files(name: str, folder: Path, checksums: Iterable[tuple[str, str]]) -
 
 def file_md5(path: Path) -> str:
     """Return the md5 of a file as hexadecimal digits."""
+    digest = hashlib.md5(usedforsecurity=False)
     with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+        for chunk in iter(lambda: file.read(1 << 20), b""):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def _remedy(name: str) -> str:

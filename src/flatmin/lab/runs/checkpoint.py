@@ -153,8 +153,7 @@ def _is_content_of(path: Path, content: bytes) -> bool:
 
 
 def _checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def _sync_folder(folder: Path) -> None:

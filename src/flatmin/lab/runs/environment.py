@@ -13,7 +13,7 @@ import torch
 
 import flatmin
 
-PACKAGES = ("torch", "torchvision", "timm", "numpy", "scipy")
+PACKAGES = ("torchvision", "timm", "numpy", "scipy")
 
 
 def environment() -> dict[str, Any]:
@@ -23,6 +23,7 @@ def environment() -> dict[str, Any]:
         "flatmin": flatmin.__version__,
         "commit": _commit(),
         "python": platform.python_version(),
+        "torch": torch.__version__,  # which names the build, unlike the metadata of the package
         "platform": platform.platform(),
         "cpu": torch.cpu.get_capabilities().get("cpu_name", platform.processor()),
         "num_cores": os.cpu_count(),

@@ -1,0 +1,41 @@
+"""What differs between the releases of torch that flatmin supports, and the release from which each line can go."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+TORCH = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+
+
+def all_gather_single(output: Tensor, tensor: Tensor, group: Any) -> None:
+    """Gather the tensors of all ranks into one. Can go with torch 2.12, whose name for it is another."""
+    gather = dist.all_gather_single if TORCH >= (2, 13) else dist.all_gather_into_tensor
+    gather(output, tensor, group=group)
+
+
+def distribute_same_tensor(tensor: Tensor, mesh: Any, placements: Any) -> Any:
+    """Split a tensor that is the same on every rank. Can go with torch 2.6, which always sends that of rank 0."""
+    from torch.distributed.tensor import distribute_tensor
+
+    local: dict[str, Any] = {"src_data_rank": None} if TORCH >= (2, 7) else {}
+    return distribute_tensor(tensor, mesh, placements, **local)
+
+
+def has_saved_tensors_hooks() -> bool:
+    """Return whether hooks on saved tensors are active, as in checkpointing. Can go with torch 2.6.
+
+    There, disabling hooks raises an error if some are active. Whether they are *allowed* is another question.
+    """
+    if TORCH >= (2, 7):
+        return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        return False
+    try:
+        torch._C._autograd._saved_tensors_hooks_disable("")
+    except RuntimeError:
+        return True
+    finally:
+        torch._C._autograd._saved_tensors_hooks_enable()
+    return False
