@@ -60,3 +60,13 @@ def test_an_update_without_direction_is_refused():
         sam_update_cosine(model, mean_output, batch, rho=0.1)
     with pytest.raises(ValueError, match="rho must be finite and not negative"):
         sam_update_cosine(model, mean_output, batch, rho=-math.inf)
+
+
+def test_weight_decay_is_a_term_of_the_loss():
+    """The cosine with the L2 term is that of the loss with lambda/2 |w|^2 written into it."""
+    model, loss_fn, data = tanh_network()
+    loss, w = flat_loss(model, loss_fn, data)
+    expected = reference(lambda v: loss(v) + 0.3 / 2 * v.square().sum(), w, 2.0)
+    found = sam_update_cosine(model, loss_fn, whole(data)[0], rho=2.0, weight_decay=0.3)
+    assert found == pytest.approx(expected, rel=1e-10)
+    assert found != pytest.approx(reference(loss, w, 2.0), rel=1e-3)

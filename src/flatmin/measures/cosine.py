@@ -19,6 +19,7 @@ def sam_update_cosine(
     batch: Batch,
     *,
     rho: float,
+    weight_decay: float = 0.0,
     params: Params | None = None,
     allow_nondeterministic: bool = False,
 ) -> float:
@@ -34,6 +35,7 @@ def sam_update_cosine(
         loss_fn: ``loss_fn(outputs, targets)``, the mean over a batch.
         batch: ``(inputs, targets)``.
         rho: the radius of the neighborhood.
+        weight_decay: adds :math:`\frac{\lambda}{2} \lVert w \rVert^2` to the loss, for training that has it there.
         params: restricts the update to these parameters (or names).
         allow_nondeterministic: do not refuse a random model; both updates see the same noise.
 
@@ -52,7 +54,8 @@ def sam_update_cosine(
     objective = Objective(model, loss_fn, [batch], params=params, allow_nondeterministic=allow_nondeterministic)
 
     def loss(weights: list[Tensor]) -> Tensor:
-        return objective.loss(weights, batch)
+        penalty = sum(w.square().sum() for w in weights) if weight_decay else 0.0
+        return objective.loss(weights, batch) + weight_decay / 2 * penalty
 
     # Fused attention has no second derivative.
     with preserve_rng_state(), sdpa_kernel(SDPBackend.MATH):

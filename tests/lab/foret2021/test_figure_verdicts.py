@@ -518,8 +518,14 @@ def test_swapping_ranks_finds_a_difference_only_where_there_is_one():
     assert better_predictor(noise, rng.normal(size=32).tolist(), gaps, grid) > 0.05
 
 
-def bound_facts(total):
+def noise_facts(rise, half_width=0.0005):
+    return {scale: {"rise": rise(scale), "half_width": half_width} for scale in ("stated", "proof")}
+
+
+def bound_facts(total, rise=lambda scale: 0.1):
     def facts(job, measurement):
+        if measurement.kind == "noise":
+            return noise_facts(rise)
         rho = dict(measurement.settings)["rho"]
         value = total(rho)
         terms = ("error", "sharp_error", "complexity", "weight_term", "confidence_term", "union_term")
@@ -539,13 +545,44 @@ def bound_facts(total):
 )
 def test_a_vacuous_bound_tests_nothing(total, held):
     found = ITEMS["bound"].study("laptop", Made(lambda job: {"test_error": 0.2}, bound_facts(total)))
-    (verdict,) = found.verdicts
+    verdict, _ = found.verdicts
     assert verdict.status == held
     rows = {row[0]: row for row in found.tables[0].rows}
     assert rows["bound: the last two"][1].measured.mean == pytest.approx(total(0.2))
     assert rows["vacuous (above 1)"][1] == f"{5 * (total(0.2) > 1)} of 5"
     assert rows["test error"][2].measured.mean == pytest.approx(0.2)
     assert ("60 of 60" in verdict.evidence) == (held == "not tested")
+
+
+@pytest.mark.parametrize(
+    ("proof", "half_width", "held"),
+    [
+        (0.02, 0.001, "reproduced"),
+        (0.0, 0.0005, "reproduced"),  # a fall of 0.001 counts as nothing
+        (0.0, 0.01, "inconclusive"),  # it may fall by more
+        (-0.02, 0.01, "not reproduced"),
+    ],
+)
+def test_noise_may_not_lower_the_error_at_any_of_its_two_scales(proof, half_width, held):
+    def facts(job, measurement):
+        if measurement.kind != "noise":
+            return bound_facts(lambda rho: 2.0)(job, measurement)
+        return noise_facts({"stated": 0.7, "proof": proof}.get, half_width)
+
+    found = ITEMS["bound"].study("laptop", Made(lambda job: {"test_error": 0.2}, facts))
+    _, verdict = found.verdicts
+    assert verdict.status == held
+    falls = 10 if held == "not reproduced" else 0  # of ten networks
+    assert f"in {falls} of 20 measurements" in verdict.evidence
+    stated, _, at_proof, widths = found.tables[1].rows
+    assert (stated[1].measured.mean, at_proof[2].measured.mean) == pytest.approx((0.7, proof))
+    assert float(widths[1]) == pytest.approx(half_width)
+
+
+def test_the_condition_is_not_judged_while_a_network_is_missing():
+    runs = Made(lambda job: {"test_error": 0.2}, bound_facts(lambda rho: 2.0), keep=lambda job: job.seed > 0)
+    _, verdict = ITEMS["bound"].study("laptop", runs).verdicts
+    assert verdict.status == "not tested"
 
 
 @pytest.mark.parametrize(

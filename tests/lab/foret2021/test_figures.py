@@ -291,3 +291,10 @@ def test_a_sweep_and_a_plan_count_the_same_passes(optim, num_passes):
     experiment = Experiment(data=Data(train_size=10), optim=optim, epochs=3)
     assert passes(Job(experiment=experiment)) == 3 * num_passes
     assert cost([Job(experiment=experiment)]) == 30 * num_passes
+
+
+@pytest.mark.parametrize(("scale", "decay"), [("paper", 5e-4), ("laptop", None)])
+def test_the_cosine_has_the_l2_term_where_the_loss_of_training_has_it(scale, decay):
+    for job in planned_jobs(ITEMS["second-order"].study, scale):
+        assert job.measurements
+        assert {dict(m.settings).get("weight_decay") for m in job.measurements} == {decay}

@@ -26,6 +26,7 @@ MEASUREMENTS = (
     Measurement(kind="landscape", settings=(("points", 3), *EXAMPLES)),
     Measurement(kind="bound", settings=EXAMPLES),
     Measurement(kind="bound", settings=(("rho", 0.2), *EXAMPLES)),
+    Measurement(kind="noise", settings=(("num_draws", 3), *EXAMPLES)),
 )
 
 

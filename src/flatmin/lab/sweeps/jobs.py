@@ -11,7 +11,7 @@ from flatmin.lab.runs.directory import Result, read_result
 from flatmin.lab.spec.experiment import Experiment
 
 MeasurementResult = dict[str, Any]
-MeasurementKind = Literal["sharpness", "spectrum", "landscape", "bound", "cosine"]
+MeasurementKind = Literal["sharpness", "spectrum", "landscape", "bound", "noise", "cosine"]
 PROBLEM_FILE = "problem.json"
 
 

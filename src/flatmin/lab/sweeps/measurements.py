@@ -6,6 +6,7 @@ are beside it.
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ from flatmin.measures import (
     spectral_density,
     top_eigenvalues,
 )
+from flatmin.measures.weight_noise import noise_effect, proof_sigma
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -122,15 +124,34 @@ def measure_bound(
     return _written(target, _weights(trained) | facts, found.plot)
 
 
-def measure_cosine(trained: TrainedModel, target: Path, *, rho: float | None, num_examples: int) -> MeasurementResult:
+def measure_noise(
+    trained: TrainedModel, target: Path, *, rho: float, num_draws: int, num_examples: int | None
+) -> MeasurementResult:
+    """Measure by how much Gaussian noise on the weights raises the test error, the condition of the bound (Appendix A).
+
+    At two scales: rho for each weight, as the theorem states it, and that of its proof, whose norm is about rho.
+    """
+    data = trained.test_batches(num_examples)
+    num_weights = sum(p.numel() for p in trained.network.parameters())
+    scales = {"stated": rho, "proof": proof_sigma(rho, n=len(trained.dataset.train.labels), k=num_weights)}
+    facts: MeasurementResult = {"rho": rho}
+    for name, sigma in scales.items():
+        facts[name] = asdict(noise_effect(trained.network, data, sigma=sigma, num_draws=num_draws))
+    return _written(target, _weights(trained) | facts)
+
+
+def measure_cosine(
+    trained: TrainedModel, target: Path, *, rho: float | None, num_examples: int, weight_decay: float = 0.0
+) -> MeasurementResult:
     """Measure the cosine of SAM's first- and second-order updates on one training batch (Appendix C.4).
 
     The network is in evaluation mode, as for all measures: batch norm normalizes with its running statistics.
+    ``weight_decay`` adds the L2 term to the loss, as training with ``optim.decay=loss`` does.
     """
     batch = trained.training_batches(num_examples, batch_size=num_examples)[0]
     radius = trained.experiment.optim.rho if rho is None else rho
-    cosine = sam_update_cosine(trained.network, F.cross_entropy, batch, rho=radius)
-    facts = {"cosine": cosine, "rho": radius, "num_examples": len(batch[1])}
+    cosine = sam_update_cosine(trained.network, F.cross_entropy, batch, rho=radius, weight_decay=weight_decay)
+    facts = {"cosine": cosine, "rho": radius, "num_examples": len(batch[1]), "weight_decay": weight_decay}
     return _written(target, _weights(trained) | facts)
 
 
@@ -140,7 +161,8 @@ MEASURES: dict[str, tuple[Callable[..., MeasurementResult], MeasurementResult]] 
     "spectrum": (measure_spectrum, {"num_eigenvalues": 5, "steps": 80, "probes": 4, "num_examples": None}),
     "landscape": (measure_landscape, {"span": 1.0, "points": 51, "num_examples": None}),
     "bound": (measure_bound, {"rho": 0.05, "delta": 0.05, "num_examples": None}),
-    "cosine": (measure_cosine, {"rho": None, "num_examples": 128}),
+    "noise": (measure_noise, {"rho": 0.05, "num_draws": 20, "num_examples": None}),
+    "cosine": (measure_cosine, {"rho": None, "num_examples": 128, "weight_decay": 0.0}),
 }
 
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from flatmin.lab.data.datasets import Dataset, load_dataset
+from flatmin.lab.data.images import Images
 from flatmin.lab.data.pipeline import Pipeline
 from flatmin.lab.errors import ModelError, RunError
 from flatmin.lab.models.build import build_model, input_statistics
@@ -64,9 +65,16 @@ class TrainedModel:
             num_examples: the first so many; all if None.
             batch_size: the largest number of examples in one batch.
         """
+        return self._batches(self.dataset.train, num_examples, batch_size)
+
+    def test_batches(self, num_examples: int | None = None, batch_size: int = 500) -> list[tuple[Tensor, Tensor]]:
+        """Return the first ``num_examples`` test examples with their labels; all if None."""
+        return self._batches(self.dataset.test, num_examples, batch_size)
+
+    def _batches(self, images: Images, num_examples: int | None, batch_size: int) -> list[tuple[Tensor, Tensor]]:
         batches: list[tuple[Tensor, Tensor]] = []
-        left = len(self.dataset.train.labels) if num_examples is None else num_examples
-        for batch in self.pipeline.evaluation(self.dataset.train):
+        left = len(images.labels) if num_examples is None else num_examples
+        for batch in self.pipeline.evaluation(images):
             for inputs, labels in zip(batch.inputs.split(batch_size), batch.labels.split(batch_size), strict=True):  # type: ignore[no-untyped-call]
                 if left > 0:
                     batches.append((inputs[:left], labels[:left]))

@@ -153,6 +153,11 @@ FIGURES: Mapping[str, FigureClaims] = MappingProxyType(
                     "ball of radius rho plus a term that grows with |w|^2 / rho^2.",
                     own_numbers="No value of the bound is given.",
                 ),
+                Statement(
+                    claim="Gaussian noise on the weights of a trained network does not lower its expected error, which "
+                    "the theorem assumes.",
+                    own_numbers="Not measured: 'expected to hold in practice for the final solution'.",
+                ),
             ),
             notes=(
                 "The theorem's condition has Gaussian noise of scale rho for each weight; the proof uses it at scale "

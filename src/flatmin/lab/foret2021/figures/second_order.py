@@ -94,7 +94,7 @@ def second_order(scale: Scale, runner: Runner) -> Findings:
         notes=[
             *claims.notes,
             "The cosine is of the two updates on one fixed training batch, at the same weights; batch norm has its "
-            "running statistics.",
+            "running statistics. The L2 term takes part where training has it in the loss, as at the paper's scale.",
         ],
     )
 
@@ -107,7 +107,10 @@ def second_order_experiments(scale: Scale) -> dict[str, Experiment]:
 
 
 def _cosine(experiment: Experiment, epoch: int) -> Measurement:
-    settings = (("rho", experiment.optim.rho), ("num_examples", experiment.data.batch_size))
+    optim = experiment.optim
+    settings: tuple[tuple[str, float], ...] = (("rho", optim.rho), ("num_examples", experiment.data.batch_size))
+    if optim.decay == "loss":  # then both updates have the L2 term, and so has their cosine
+        settings += (("weight_decay", optim.weight_decay),)
     return Measurement(kind="cosine", settings=settings, epoch=epoch)
 
 
