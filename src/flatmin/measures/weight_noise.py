@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from scipy import stats
 from torch import Tensor, nn
 
 from flatmin.measures.batches import Batch
@@ -68,6 +67,8 @@ def noise_effect(
     Raises:
         ValueError: if sigma is negative or not finite, or there are fewer than two draws or examples.
     """
+    from scipy.stats import t as student  # imported when used: SciPy takes a second to import
+
     if not 0 <= sigma < math.inf:
         raise ValueError(f"sigma must be finite and not negative, got {sigma!r}.")
     if num_draws < 2:
@@ -88,7 +89,7 @@ def noise_effect(
         per_example += rise / num_draws
         per_draw.append(float(rise.mean()))
     variance = float(per_example.var()) / len(per_example) + float(torch.tensor(per_draw).double().var()) / num_draws
-    quantile = float(stats.t.ppf((1 + CONFIDENCE) / 2, num_draws - 1))
+    quantile = float(student.ppf((1 + CONFIDENCE) / 2, num_draws - 1))
     return NoiseEffect(
         error=float(at_weights.mean()),
         rise=float(per_example.mean()),

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from flatmin.lab.data import augment
 from flatmin.lab.data.augment import Draw
 from flatmin.lab.data.autoaugment import SIGNED, _strength, apply_operation, auto_augment, policy_pairs
-from flatmin.lab.data.images import middle_box, random_crop_box
+from flatmin.lab.data.images import middle_box, padded_middle_box, random_crop_box
 from flatmin.lab.data.torchvision_operators import torchvision
 
 
@@ -160,10 +160,27 @@ def test_resize_gives_the_asked_size_and_leaves_constants_alone():
     assert augment.resize(same, 32) is same
 
 
+def test_bicubic_enlarging_is_exact_for_a_line_and_overshoots_at_an_edge():
+    line = torch.arange(8.0).expand(1, 1, 8, 8)
+    enlarged = augment.resize(line, 16, "bicubic")[0, 0, 0]
+    assert torch.allclose(enlarged[4:12], (torch.arange(16.0)[4:12] + 0.5) / 2 - 0.5, atol=1e-5)
+    edge = (line > 3).float()
+    assert augment.resize(edge, 16, "bicubic").max() > 1.01
+    assert augment.resize(edge, 16).max() <= 1
+
+
 def test_the_middle_box_is_the_middle_of_the_shorter_side():
     left, top, right, bottom = middle_box(500, 375)
     assert right - left == bottom - top == pytest.approx(375 * 224 / 256)
     assert (left + right, top + bottom) == (500, 375)
+
+
+@pytest.mark.parametrize(("size", "fraction"), [(224, 0.875), (475, 475 / 507), (600, 600 / 632)])
+def test_the_reference_codes_middle_box_is_larger_for_larger_inputs(size, fraction):
+    left, top, right, bottom = padded_middle_box(501, 375, size, 32)
+    assert right - left == bottom - top == math.floor(fraction * 375)
+    assert abs(left + right - 501) <= 1
+    assert abs(top + bottom - 375) <= 1
 
 
 def test_random_boxes_lie_inside_and_have_allowed_areas_and_ratios():

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -403,6 +404,22 @@ def test_imagenets_augmentation_crops_at_random_and_evaluation_takes_the_middle(
     # The middle 56 of 64 pixels, to 16: the first output pixel is centered at 4 + 1.75.
     assert middle[0] == pytest.approx((4 + 1.75 - 0.5) * 4, abs=2)
     assert middle[-1] == pytest.approx((60 - 1.75 - 0.5) * 4, abs=2)
+
+
+def test_crop_padding_evaluates_a_part_of_the_middle_that_depends_on_the_size_and_bicubic_resizes_so(tmp_path):
+    noise = np.random.default_rng(0).integers(0, 256, (60, 80, 3), dtype=np.uint8)
+    for split in ("train", "test"):
+        (tmp_path / split / "a").mkdir(parents=True)
+        Image.fromarray(noise).save(tmp_path / split / "a/0.png")
+    data = Data(name=f"folder:{tmp_path}", augment="imagenet", image_size=16, crop_padding=32, resize="bicubic")
+    dataset = load_dataset(data)
+    middle = Image.fromarray(noise[20:40, 30:50])  # 16 / (16 + 32) of 60 is 20
+    expected = np.asarray(middle.resize((16, 16), Image.Resampling.BICUBIC)).transpose(2, 0, 1)
+    assert np.array_equal(fetch(dataset.test, [0])[0].numpy(), expected)
+    bilinear = load_dataset(replace(data, resize="bilinear"))
+    assert not np.array_equal(fetch(bilinear.test, [0])[0].numpy(), expected)
+    crops = [fetch(d.train, [0], augment=True) for d in (dataset, bilinear)]
+    assert not torch.equal(*crops)  # the random crops of training are resized alike
 
 
 def test_torchvision_works_whether_or_not_its_operators_were_declared_here():

@@ -1,5 +1,7 @@
 """Order, division among workers, and what a batch holds."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -116,6 +118,10 @@ def test_image_size_resizes_after_augmentation():
     data = Data(augment="basic", image_size=16, batch_size=32)
     batch = next(iter(a_pipeline(data).training(load_dataset(data).train, epoch=0)))
     assert batch.inputs.shape[1:] == (1, 16, 16)
+    bicubic = replace(data, resize="bicubic")
+    other = next(iter(a_pipeline(bicubic).training(load_dataset(data).train, epoch=0)))
+    assert other.inputs.shape == batch.inputs.shape
+    assert not torch.equal(other.inputs, batch.inputs)
 
 
 def test_micro_batches_are_equal_parts_in_order():

@@ -2,6 +2,7 @@
 
 import pytest
 
+from flatmin.lab.data.label_noise import validation_split
 from flatmin.lab.data.pipeline import epoch_batches
 from flatmin.lab.foret2021 import settings
 from flatmin.lab.foret2021.claims.appendix import SVHN_FASHION
@@ -12,6 +13,7 @@ from flatmin.lab.foret2021.tables.fine_tuning import fine_tuning_conditions
 from flatmin.lab.spec.datasets import DATASETS
 from flatmin.lab.spec.experiment import Data, Experiment, Model
 from flatmin.lab.spec.models import check_model_name
+from flatmin.lab.studies.conditions import run_conditions
 from flatmin.lab.sweeps.runners import DryRunner
 
 TRAININGS = [
@@ -89,6 +91,43 @@ def test_finetuning_takes_the_papers_number_of_steps(condition):
     batches = epoch_batches(settings.FINETUNING_TRAIN_SIZES[dataset], start.data, seed=0, epoch=0)
     assert {len(batch) for batch in batches} == {start.data.batch_size}  # the last short batch is dropped
     assert abs(start.epochs * len(batches) - settings.FINETUNING_STEPS[model]) <= len(batches) / 2
+
+
+@pytest.mark.parametrize("model", settings.FINETUNING_MODELS)
+@pytest.mark.parametrize("dataset", [name for name in FINETUNING_DATASETS if name != "imagenet"])
+def test_choosing_rho_takes_as_many_steps_as_the_final_runs(model, dataset):
+    """To half an epoch of each: the validation split makes the epochs shorter, and there are more of them."""
+    (condition,) = [
+        c for c in fine_tuning_conditions("paper", DryRunner()) if (c.labels, c.column) == ((dataset,), model)
+    ]
+    planner = DryRunner()
+    run_conditions([condition], planner, "item", seeds=(0,))
+    size = settings.FINETUNING_TRAIN_SIZES[dataset]
+    steps = {}
+    for job in planner.jobs.values():
+        e = job.experiment
+        num = size - len(validation_split(size, e.data.validation, 0)[1])
+        per_epoch = len(epoch_batches(num, e.data, seed=0, epoch=0))
+        if "twice" not in e.name:
+            steps.setdefault(e.data.validation, set()).add((e.epochs * per_epoch, per_epoch))
+    ((choosing, half),), ((final, whole),) = steps[0.1], steps[0.0]
+    assert abs(choosing - final) <= (half + whole) / 2
+
+
+def test_finetuning_has_the_reference_codes_crops_cutout_and_regularization():
+    for condition in fine_tuning_conditions("paper", DryRunner()):
+        data, model = condition.start.data, condition.start.model
+        small = condition.labels[0] in ("cifar10", "cifar100")
+        assert (model.dropout, model.drop_connect) == (0.5, 0.2)
+        assert (data.resize, data.crop_padding, data.cutout_shared) == ("bicubic", None if small else 32, small)
+
+
+def test_models_of_the_reference_code_are_built_as_there_and_others_are_not():
+    designs = {training.model: training.network().design for training in TRAININGS}
+    assert {name for name, design in designs.items() if design == "standard"} == {
+        "resnet-20", "resnet-32", "resnet-56-noshort", "resnet-50", "resnet-101", "resnet-152",
+        "efficientnet-b7", "efficientnet-l2",
+    }  # fmt: skip
 
 
 def test_both_networks_see_as_many_examples_in_finetuning():

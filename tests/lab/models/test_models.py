@@ -48,6 +48,95 @@ def test_the_number_of_parameters_is_the_published_one(name, num_classes, count)
     assert num_parameters(name, num_classes) == count
 
 
+def reference_model(name, num_classes=10, in_channels=3):
+    return build_model(Model(name=name, design="reference"), num_classes=num_classes, in_channels=in_channels)
+
+
+def test_the_reference_wide_resnet_has_no_weights_in_its_shortcuts():
+    """Its parameters are the published ones without the three 1x1 convolutions: 16 x 160, 160 x 320, 320 x 640."""
+    with torch.device("meta"):
+        count = sum(p.numel() for p in reference_model("wrn-28-10").parameters())
+    assert count == 36_479_194 - (16 * 160 + 160 * 320 + 320 * 640)
+
+
+def by_hand(network, x):
+    """The reference's forward pass, written out: only the first block's shortcut starts behind norm and ReLU."""
+    x = network.conv1(x)
+    for number, block in enumerate(network.blocks):
+        activated = F.relu(block.norm1(x))
+        start = activated if number == 0 else x
+        out = block.conv2(F.relu(block.norm2(block.conv1(activated))))
+        factor = start.shape[-1] // out.shape[-1]
+        n, c, h, w = start.shape
+        pooled = start.reshape(n, c, h // factor, factor, w // factor, factor).mean((3, 5))
+        padded = torch.zeros_like(out)
+        padded[:, :c] = pooled
+        x = out + padded
+    return network.head(F.relu(network.norm(x)).mean((2, 3)))
+
+
+def test_the_reference_wide_resnet_is_the_one_written_out_by_hand():
+    torch.manual_seed(0)
+    network = reference_model("wrn-16-2").double().eval()
+    x = torch.randn(3, 3, 16, 16, dtype=torch.float64)
+    torch.testing.assert_close(network(x), by_hand(network, x))
+    standard = build_model(Model(name="wrn-16-2"), num_classes=10).double().eval()
+    missing, unknown = standard.load_state_dict(network.state_dict(), strict=False)
+    assert not unknown
+    assert {key.partition("shortcut")[1] for key in missing} == {"shortcut"}
+
+
+@pytest.mark.parametrize("name", ["wrn-10-2", "shake-shake-8-2x4d", "pyramidnet-11-6", "pyramidnet-11-6-shakedrop"])
+@pytest.mark.parametrize("num_classes", [10, 100])
+def test_the_last_layer_of_the_reference_is_uniform_with_the_number_of_classes(name, num_classes):
+    torch.manual_seed(0)
+    head = reference_model(name, num_classes).head
+    bound = num_classes**-0.5
+    assert head.weight.abs().max() <= bound
+    assert head.weight.abs().max() > 0.9 * bound
+    assert head.weight.var().item() == pytest.approx(bound**2 / 3, rel=0.15)
+    assert not head.bias.any()
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_the_reference_shortcut_of_shake_shake_has_no_relu_and_always_shifts(stride):
+    shortcut = ShakeShortcut(1, 2, stride, reference=True).eval()
+    nn.init.ones_(shortcut.conv1.weight)
+    nn.init.ones_(shortcut.conv2.weight)
+    x = torch.randn(1, 1, 8, 8)
+    out = shortcut(x) * math.sqrt(1 + shortcut.norm.eps)
+    torch.testing.assert_close(out[:, :1], x[:, :, ::stride, ::stride])
+    torch.testing.assert_close(out[:, 1:], F.pad(x, (0, 1, 0, 1))[:, :, 1:, 1:][:, :, ::stride, ::stride])
+
+
+@pytest.mark.parametrize("name", ["wrn-10-1", "shake-shake-8-2x2d", "pyramidnet-11-6"])
+@pytest.mark.parametrize(("channels", "size"), [(1, 28), (3, 32)])
+def test_reference_models_train_on_grey_and_color_images(name, channels, size):
+    network = reference_model(name, 7, channels)
+    F.cross_entropy(network(torch.randn(4, channels, size, size)), torch.arange(4)).backward()
+    assert all(p.grad is not None for p in network.parameters())
+
+
+def test_dropout_and_drop_connect_of_efficientnet_are_the_reference_codes():
+    """Dropout 0.5 before the last layer; block i of n is dropped with probability 0.2 i / n."""
+    from timm.layers import DropPath
+
+    with torch.device("meta"):
+        network = build_model(Model(name="efficientnet-b7", dropout=0.5, drop_connect=0.2), num_classes=10)
+        plain = build_model(Model(name="efficientnet-b7"), num_classes=10)
+    blocks = [block for stage in network.blocks for block in stage]
+    rates = [block.drop_path.drop_prob if isinstance(block.drop_path, DropPath) else 0.0 for block in blocks]
+    assert len(blocks) == 55
+    assert rates == pytest.approx([0.2 * i / 55 for i in range(55)])
+    assert (network.drop_rate, plain.drop_rate) == (0.5, 0.0)
+    assert not any(isinstance(m, DropPath) and m.drop_prob for m in plain.modules())
+
+
+def test_a_model_without_stochastic_depth_says_so():
+    with pytest.raises(ModelError, match="model.drop_connect at 0"):
+        build_model(Model(name="timm/vgg11", drop_connect=0.2), num_classes=10)
+
+
 def test_the_wide_resnet_without_batch_norm_has_biases_and_scalars_instead():
     """Per block: two biases and a scalar in place of two norms; the first convolution has a bias."""
     with torch.device("meta"):

@@ -86,11 +86,11 @@ def cutout(images: Tensor, draw: Draw, size: int, *, shared: bool = False) -> Te
     return images.masked_fill_((inside_rows & inside_columns).to(images.device), 0.0)
 
 
-def resize(images: Tensor, size: int) -> Tensor:
-    """Return float images (N, C, H, W) at size x size pixels, bilinear, smoothed where they shrink."""
+def resize(images: Tensor, size: int, mode: str = "bilinear") -> Tensor:
+    """Return float images (N, C, H, W) at size x size pixels, bilinear or bicubic, smoothed where they shrink."""
     if images.shape[-2:] == (size, size):
         return images
-    return F.interpolate(images, size=(size, size), mode="bilinear", align_corners=False, antialias=True)
+    return F.interpolate(images, size=(size, size), mode=mode, align_corners=False, antialias=True)
 
 
 def mixup_weight(alpha: float, seed: int, epoch: int, batch: int) -> float:

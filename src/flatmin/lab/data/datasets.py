@@ -178,7 +178,15 @@ def _as_files(data: Data, data_root: Path | None, size: int) -> tuple[FileImages
         if missing is not None:
             raise DataError(f"{missing} is missing: {data.name} is incomplete. Fetch it again.")
         labels = np.array([label for _, label in listing], dtype=np.int64)
-        return FileImages(paths=paths, labels=labels, size=size, random_crop=data.augment == "imagenet", pool=pool)
+        return FileImages(
+            paths=paths,
+            labels=labels,
+            size=size,
+            random_crop=data.augment == "imagenet",
+            resize=data.resize,
+            crop_padding=data.crop_padding,
+            pool=pool,
+        )
 
     return images(listings[0]), images(listings[1])
 

@@ -17,10 +17,12 @@ from flatmin.lab.data.augment import Draw
 from flatmin.lab.data.randomness import Purpose
 from flatmin.lab.errors import DataError
 
-CROP_FRACTION = 224 / 256  # ImageNet's: the shorter side becomes size / (224 / 256), the middle is cut out
+CROP_FRACTION = 224 / 256  # of the shorter side: what is usually evaluated on ImageNet
+FILTERS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 AREA_RANGE = (0.08, 1.0)  # of the random resized crop
 RATIO_RANGE = (3 / 4, 4 / 3)
 CROP_TRIES = 10
+Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 
 class Images(Protocol):
@@ -66,6 +68,10 @@ class FileImages:
     size: int
     random_crop: bool
     """Whether an augmented image is a random resized crop; else it is the middle, as for evaluation."""
+    resize: str = "bilinear"
+    """As in `Data`."""
+    crop_padding: int | None = None
+    """As in `Data`."""
     pool: ThreadPoolExecutor
 
     def fetch(self, draw: Draw, *, augment: bool) -> Tensor:
@@ -96,16 +102,23 @@ class FileImages:
             ) from error
         if random_crop:
             numbers = [float(draw.uniform(Purpose.RESIZED_CROP, k)[0]) for k in range(4 * CROP_TRIES)]
-            box = random_crop_box(image.width, image.height, numbers)
+            box: Box | None = random_crop_box(image.width, image.height, numbers)
         else:
-            box = middle_box(image.width, image.height)
-        image = image.resize((self.size, self.size), Image.Resampling.BILINEAR, box=box)
+            box = self._evaluated_box(image.width, image.height)
+        if self.crop_padding is not None:  # the reference code crops first: no pixel outside of the box takes part
+            image, box = image.crop(box), None
+        image = image.resize((self.size, self.size), FILTERS[self.resize], box=box)
         if random_crop and draw.integers(2, Purpose.FLIP)[0]:
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         return np.asarray(image).transpose(2, 0, 1)
 
+    def _evaluated_box(self, width: int, height: int) -> Box:
+        if self.crop_padding is None:
+            return middle_box(width, height)
+        return padded_middle_box(width, height, self.size, self.crop_padding)
 
-def middle_box(width: int, height: int) -> tuple[float, float, float, float]:
+
+def middle_box(width: int, height: int) -> Box:
     """Return the box (left, top, right, bottom) that is evaluated: the middle, 224/256 of the shorter side.
 
     Cutting before resizing is the same as resizing the shorter side to 256 and cutting 224 out of the middle,
@@ -120,7 +133,23 @@ def middle_box(width: int, height: int) -> tuple[float, float, float, float]:
     return (left, top, left + side, top + side)
 
 
-def random_crop_box(width: int, height: int, numbers: Sequence[float]) -> tuple[float, float, float, float]:
+def padded_middle_box(width: int, height: int, size: int, padding: int) -> Box:
+    """Return the box that the reference code evaluates: the middle, size / (size + padding) of the shorter side.
+
+    Its sides are cut down to whole pixels, as there.
+
+    Example:
+        >>> padded_middle_box(500, 375, size=224, padding=32)
+        (86, 24, 414, 352)
+        >>> padded_middle_box(500, 375, size=600, padding=32)
+        (72, 10, 428, 366)
+    """
+    side = size * min(width, height) // (size + padding)
+    left, top = (width - side + 1) // 2, (height - side + 1) // 2
+    return (left, top, left + side, top + side)
+
+
+def random_crop_box(width: int, height: int, numbers: Sequence[float]) -> Box:
     """Return a random box of 8 to 100 % of the area and a ratio of 3/4 to 4/3 (Szegedy et al., 2015).
 
     Args:

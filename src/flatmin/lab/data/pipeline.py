@@ -144,7 +144,7 @@ class Pipeline:
         inputs = augment.normalize(pixels, self.mean, self.std)
         if kind in ("cutout", "autoaugment"):
             inputs = augment.cutout(inputs, draw, self.data.cutout_size, shared=self.data.cutout_shared)
-        return augment.resize(inputs, self.data.image_size) if self.data.image_size else inputs
+        return augment.resize(inputs, self.data.image_size, self.data.resize) if self.data.image_size else inputs
 
 
 def _made_ahead(jobs: Sequence[Callable[[], Batch]]) -> Iterator[Batch]:

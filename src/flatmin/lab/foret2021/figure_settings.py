@@ -6,7 +6,7 @@ from dataclasses import replace
 from flatmin.lab.foret2021.claims.figures import said_in_text
 from flatmin.lab.foret2021.scales import LAPTOP, PAPER_SUMMARY, SMOKE_SUMMARY, smoke
 from flatmin.lab.foret2021.settings import DROP_LAST, Training
-from flatmin.lab.spec.experiment import Data, Experiment, Model
+from flatmin.lab.spec.experiment import Data, Experiment
 from flatmin.lab.studies.contrasts import verdicts_at
 from flatmin.lab.studies.findings import Findings, Hyperparameter, LineFigure, SurfaceFigure, Table, Verdict
 from flatmin.lab.studies.item import Scale
@@ -44,7 +44,7 @@ def start(scale: Scale, paper: Training, *, rho: float, dataset: str = "cifar10"
     if scale == "paper":
         return Experiment(
             data=Data(name=dataset, augment="basic", batch_size=paper.batch_size, drop_last=DROP_LAST),
-            model=Model(name=paper.model),
+            model=paper.network(),
             optim=paper.optim(rho),
             epochs=paper.epochs,
             evaluate_every=paper.epochs,

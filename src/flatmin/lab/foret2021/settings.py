@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from types import MappingProxyType
+from typing import Literal
 
 from flatmin.lab.foret2021.claims.tables import FINETUNING_DATASETS
-from flatmin.lab.spec.experiment import Augment, Optim
+from flatmin.lab.spec.experiment import Augment, Model, Optim
 from flatmin.lab.studies.conditions import BASELINE_EPOCHS_FACTOR as BASELINE_EPOCHS_FACTOR
 from flatmin.lab.studies.conditions import NUM_REPLICAS as NUM_REPLICAS
 from flatmin.lab.studies.conditions import VALIDATION as VALIDATION
@@ -38,6 +39,11 @@ class Training:
     def m(self) -> int:
         """The number of examples that shared a perturbation (m-sharpness, Section 4.1)."""
         return self.batch_size // self.num_accelerators
+
+    def network(self) -> Model:
+        """Return the model; the three of the reference code are built as there (`Model.design`)."""
+        coded = self.model.startswith(("wrn-", "shake-shake-", "pyramidnet-"))
+        return Model(name=self.model, design="reference" if coded else "standard")
 
     def optim(self, rho: float) -> Optim:
         """Return the optimizer, with what the reference code adds to the paper; without SAM where rho is 0.
@@ -157,6 +163,9 @@ FINETUNING_TRAIN_SIZES = MappingProxyType(
     }
 )
 FREEZE_BATCH_NORM = True
+FINETUNING_DROPOUT, FINETUNING_DROP_CONNECT = 0.5, 0.2
+CROP_PADDING = 32
+RESIZE: Literal["bicubic"] = "bicubic"
 
 
 def epochs_for_steps(num_steps: int, batch_size: int, train_size: int, *, drop_last: bool = False) -> int:
@@ -177,10 +186,11 @@ def epochs_for_steps(num_steps: int, batch_size: int, train_size: int, *, drop_l
     return max(1, round(num_steps / steps_per_epoch))
 
 
-def finetuning(model: str, dataset: str) -> Training:
+def finetuning(model: str, dataset: str, held_out: float = 0.0) -> Training:
     """Return how a network of `FINETUNING_MODELS` is fine-tuned on a dataset (Tables 3 and 10).
 
-    Its rho is the paper's default: which one was best for a dataset is not given.
+    Its rho is the paper's default: which one was best for a dataset is not given. Where a fraction of the training set
+    is held out, more epochs give the same number of steps.
     """
     if model not in FINETUNING_MODELS or dataset not in FINETUNING_DATASETS:
         raise ValueError(
@@ -200,10 +210,11 @@ def finetuning(model: str, dataset: str) -> Training:
             label_smoothing=0.1,
             clip_norm=1.0,
         )
+    size = FINETUNING_TRAIN_SIZES[dataset]
     return Training(
         model=model,
         epochs=epochs_for_steps(
-            FINETUNING_STEPS[model], batch_size, FINETUNING_TRAIN_SIZES[dataset], drop_last=DROP_LAST
+            FINETUNING_STEPS[model], batch_size, size - round(held_out * size), drop_last=DROP_LAST
         ),
         lr=FINETUNING_LR[model],
         weight_decay=1e-5,

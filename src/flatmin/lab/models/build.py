@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from flatmin.lab.errors import ModelError
+from flatmin.lab.models.layers import start_head_uniform
 from flatmin.lab.models.plain_cnn import PlainCNN
 from flatmin.lab.models.pyramidnet import PyramidNet
 from flatmin.lab.models.resnet_cifar import ResNetCifar, Shortcut
@@ -28,6 +29,8 @@ def build_model(model: Model, *, num_classes: int, in_channels: int = 3) -> nn.M
         ModelError: timm has no such network, or the checkpoint cannot be used; the message says why.
     """
     network = _fresh(model, num_classes, in_channels)
+    if model.design == "reference":
+        start_head_uniform(network.get_submodule("head"))  # type: ignore[arg-type]
     if model.checkpoint is not None:
         load_weights(network, model.checkpoint, head=head_name(network), head_choice=model.head)
     return network
@@ -60,7 +63,7 @@ def freeze_batch_norm(network: nn.Module) -> None:
 
 
 def _fresh(model: Model, num_classes: int, in_channels: int) -> nn.Module:
-    name = check_model_name(model.name)
+    name, reference = check_model_name(model.name), model.design == "reference"
     match name.family:
         case "wrn":
             return WideResNet(
@@ -69,6 +72,7 @@ def _fresh(model: Model, num_classes: int, in_channels: int) -> nn.Module:
                 num_classes=num_classes,
                 in_channels=in_channels,
                 batch_norm=model.norm == "batch",
+                reference=reference,
             )
         case "resnet":
             shortcuts: dict[str, Shortcut] = {"": "identity", "projection": "projection", "noshort": "none"}
@@ -76,7 +80,9 @@ def _fresh(model: Model, num_classes: int, in_channels: int) -> nn.Module:
                 name.depth, num_classes=num_classes, in_channels=in_channels, shortcut=shortcuts[name.variant]
             )
         case "shake-shake":
-            return ShakeShakeNet(name.depth, name.width, num_classes=num_classes, in_channels=in_channels)
+            return ShakeShakeNet(
+                name.depth, name.width, num_classes=num_classes, in_channels=in_channels, reference=reference
+            )
         case "pyramidnet":
             return PyramidNet(
                 name.depth,
@@ -87,10 +93,11 @@ def _fresh(model: Model, num_classes: int, in_channels: int) -> nn.Module:
             )
         case "cnn":
             return PlainCNN(name.width, num_classes=num_classes, in_channels=in_channels)
-    return _from_timm(name.timm_name, num_classes, in_channels)
+    rates = {"drop_rate": model.dropout, "drop_path_rate": model.drop_connect}
+    return _from_timm(name.timm_name, num_classes, in_channels, {k: rate for k, rate in rates.items() if rate})
 
 
-def _from_timm(name: str, num_classes: int, in_channels: int) -> nn.Module:
+def _from_timm(name: str, num_classes: int, in_channels: int, rates: dict[str, Any]) -> nn.Module:
     import flatmin.lab.data.torchvision_operators  # noqa: F401  (timm imports torchvision)
 
     import timm  # isort: skip
@@ -98,5 +105,11 @@ def _from_timm(name: str, num_classes: int, in_channels: int) -> nn.Module:
     if not timm.is_model(name):
         close = get_close_matches(name, timm.list_models(), n=5, cutoff=0.4)
         raise ModelError(f"timm {timm.__version__} has no network {name!r}. The nearest are {', '.join(close)}.")
-    network: nn.Module = timm.create_model(name, num_classes=num_classes, in_chans=in_channels)
+    try:
+        network: nn.Module = timm.create_model(name, num_classes=num_classes, in_chans=in_channels, **rates)
+    except TypeError as error:
+        raise ModelError(
+            f"{name} of timm {timm.__version__} has no dropout or no stochastic depth ({error}). Leave model.dropout "
+            "and model.drop_connect at 0."
+        ) from error
     return network

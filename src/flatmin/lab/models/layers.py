@@ -21,6 +21,15 @@ def initialize(network: nn.Module) -> None:
             nn.init.zeros_(layer.bias)
 
 
+def start_head_uniform(head: nn.Linear) -> None:
+    """Start the last layer as the reference code does: weights U(-1/sqrt(classes), 1/sqrt(classes)).
+
+    It says that torch's usual start, whose range is 1/sqrt(inputs), costs about 0.5 % on CIFAR-100.
+    """
+    bound = head.out_features**-0.5
+    nn.init.uniform_(head.weight, -bound, bound)
+
+
 def pad_channels(x: Tensor, channels: int) -> Tensor:
     """Return x (N, c, H, W) with zero channels behind, ``channels`` in all."""
     return F.pad(x, (0, 0, 0, 0, 0, channels - x.shape[1])) if channels > x.shape[1] else x

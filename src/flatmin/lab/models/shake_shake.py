@@ -9,20 +9,23 @@ from flatmin.lab.models.shake import ShakeShake
 
 
 class ShakeShortcut(nn.Module):
-    """The input and its shift by one pixel, at every other pixel, through 1x1 convolutions and norm."""
+    """The input and its shift by one pixel, at every other pixel, through 1x1 convolutions and norm.
 
-    def __init__(self, in_channels: int, channels: int, stride: int) -> None:
+    In the reference code there is no ReLU before them, and the shift is also there at stride 1.
+    """
+
+    def __init__(self, in_channels: int, channels: int, stride: int, *, reference: bool = False) -> None:
         super().__init__()
-        self.stride = stride
+        self.stride, self.reference = stride, reference
         self.conv1 = nn.Conv2d(in_channels, channels // 2, 1, bias=False)
         self.conv2 = nn.Conv2d(in_channels, channels - channels // 2, 1, bias=False)
         self.norm = nn.BatchNorm2d(channels)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the shortcut's output."""
-        x = F.relu(x)
+        x = x if self.reference else F.relu(x)
         # The second path sees the input one pixel further, so that no pixel is lost.
-        shifted = F.pad(x[:, :, 1:, 1:], (0, 1, 0, 1)) if self.stride > 1 else x
+        shifted = F.pad(x[:, :, 1:, 1:], (0, 1, 0, 1)) if self.stride > 1 or self.reference else x
         first = self.conv1(x[:, :, :: self.stride, :: self.stride])
         second = self.conv2(shifted[:, :, :: self.stride, :: self.stride])
         out: Tensor = self.norm(torch.cat([first, second], dim=1))
@@ -32,14 +35,14 @@ class ShakeShortcut(nn.Module):
 class ShakeBlock(nn.Module):
     """Two branches of ReLU, convolution, norm, ReLU, convolution, norm, mixed, on top of the shortcut."""
 
-    def __init__(self, in_channels: int, channels: int, stride: int) -> None:
+    def __init__(self, in_channels: int, channels: int, stride: int, *, reference: bool = False) -> None:
         super().__init__()
         self.branch1 = self._branch(in_channels, channels, stride)
         self.branch2 = self._branch(in_channels, channels, stride)
         self.shake = ShakeShake()
         self.shortcut: nn.Module | None = None
         if stride != 1 or in_channels != channels:
-            self.shortcut = ShakeShortcut(in_channels, channels, stride)
+            self.shortcut = ShakeShortcut(in_channels, channels, stride, reference=reference)
 
     @staticmethod
     def _branch(in_channels: int, channels: int, stride: int) -> nn.Module:
@@ -62,7 +65,9 @@ class ShakeBlock(nn.Module):
 class ShakeShakeNet(nn.Module):
     """Depth 6 n + 2 ("26 2x96d"): three groups of n blocks with width, 2 width and 4 width channels."""
 
-    def __init__(self, depth: int, width: int, *, num_classes: int, in_channels: int = 3) -> None:
+    def __init__(
+        self, depth: int, width: int, *, num_classes: int, in_channels: int = 3, reference: bool = False
+    ) -> None:
         super().__init__()
         self.conv1, self.norm1 = conv3x3(in_channels, 16), nn.BatchNorm2d(16)
         blocks: list[nn.Module] = []
@@ -70,7 +75,7 @@ class ShakeShakeNet(nn.Module):
         for group, channels in enumerate((width, 2 * width, 4 * width)):
             for i in range((depth - 2) // 6):
                 stride = 2 if group > 0 and i == 0 else 1
-                blocks.append(ShakeBlock(last, channels, stride))
+                blocks.append(ShakeBlock(last, channels, stride, reference=reference))
                 last = channels
         self.blocks = nn.Sequential(*blocks)
         self.head = nn.Linear(last, num_classes)

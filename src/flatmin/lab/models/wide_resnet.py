@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flatmin.lab.models.layers import conv3x3, initialize
+from flatmin.lab.models.layers import conv3x3, initialize, pad_channels
 
 
 class WideBlock(nn.Module):
@@ -12,16 +12,34 @@ class WideBlock(nn.Module):
 
     Without batch norm the convolutions have biases, and the residual branch is multiplied by a learned scalar that
     starts at 0 (SkipInit: De and Smith, 2020), so that every block starts as its shortcut.
+
+    Args:
+        in_channels: of the input.
+        channels: of the output.
+        stride: of the first convolution.
+        batch_norm: see above.
+        pooled_shortcut: where the shape changes, the shortcut is average pooling and zero channels (no convolution).
+        activate_first: whether norm and ReLU come before the shortcut branches off.
     """
 
-    def __init__(self, in_channels: int, channels: int, stride: int, *, batch_norm: bool) -> None:
+    def __init__(
+        self,
+        in_channels: int,
+        channels: int,
+        stride: int,
+        *,
+        batch_norm: bool,
+        pooled_shortcut: bool = False,
+        activate_first: bool = False,
+    ) -> None:
         super().__init__()
+        self.stride, self.channels, self.activate_first = stride, channels, activate_first
         self.norm1 = nn.BatchNorm2d(in_channels) if batch_norm else nn.Identity()
         self.conv1 = conv3x3(in_channels, channels, stride, bias=not batch_norm)
         self.norm2 = nn.BatchNorm2d(channels) if batch_norm else nn.Identity()
         self.conv2 = conv3x3(channels, channels, bias=not batch_norm)
         self.shortcut: nn.Module | None = None
-        if stride != 1 or in_channels != channels:
+        if (stride != 1 or in_channels != channels) and not pooled_shortcut:
             self.shortcut = nn.Conv2d(in_channels, channels, 1, stride, bias=False)
         self.residual_scale = None if batch_norm else nn.Parameter(torch.zeros(()))
 
@@ -31,7 +49,11 @@ class WideBlock(nn.Module):
         residual = self.conv2(F.relu(self.norm2(self.conv1(activated))))
         if self.residual_scale is not None:
             residual = residual * self.residual_scale
-        out: Tensor = residual + (x if self.shortcut is None else self.shortcut(activated))
+        if self.shortcut is not None:
+            return residual + self.shortcut(activated)  # type: ignore[no-any-return]
+        start = activated if self.activate_first else x
+        pooled = F.avg_pool2d(start, self.stride, ceil_mode=True) if self.stride > 1 else start
+        out: Tensor = residual + pad_channels(pooled, self.channels)
         return out
 
 
@@ -45,10 +67,19 @@ class WideResNet(nn.Module):
         in_channels: color channels.
         batch_norm: False gives the network of the paper's Hessian figure, which has no batch norm. The paper
             does not say how it was started; this one starts as in SkipInit with Fixup's factors, which is ours.
+        reference: the shortcuts of the paper's reference code: average pooling and zero channels where the shape
+            changes, and the first block activates before its shortcut branches off.
     """
 
     def __init__(
-        self, depth: int, width: int, *, num_classes: int, in_channels: int = 3, batch_norm: bool = True
+        self,
+        depth: int,
+        width: int,
+        *,
+        num_classes: int,
+        in_channels: int = 3,
+        batch_norm: bool = True,
+        reference: bool = False,
     ) -> None:
         super().__init__()
         num_blocks = (depth - 4) // 6
@@ -58,7 +89,16 @@ class WideResNet(nn.Module):
         for group, base in enumerate((16, 32, 64)):
             for i in range(num_blocks):
                 stride = 2 if group > 0 and i == 0 else 1
-                blocks.append(WideBlock(channels, base * width, stride, batch_norm=batch_norm))
+                blocks.append(
+                    WideBlock(
+                        channels,
+                        base * width,
+                        stride,
+                        batch_norm=batch_norm,
+                        pooled_shortcut=reference,
+                        activate_first=reference and not blocks,
+                    )
+                )
                 channels = base * width
         self.blocks = nn.Sequential(*blocks)
         self.norm = nn.BatchNorm2d(channels) if batch_norm else nn.Identity()

@@ -46,6 +46,11 @@ class Data:
     """Leave out the last short batch (the reference code); else all batches are equally large."""
     image_size: int | None = None
     """Side of the network's input in pixels; the dataset's own (224 for photographs) if None."""
+    resize: Literal["bilinear", "bicubic"] = "bilinear"
+    """How images are brought to image_size (the reference code: bicubic)."""
+    crop_padding: int | None = None
+    """Evaluate photographs on the central size / (size + crop_padding) of the shorter side (the reference code: 32);
+    on 7/8 of it if None."""
     train_size: int | None = None
     """Train on a random subset of this many examples; all if None."""
     validation: float = 0.0
@@ -74,6 +79,8 @@ class Data:
         require(self, "cutout_size", self.cutout_size >= 1, "at least 1 pixel")
         require(self, "batch_size", self.batch_size >= 1, "at least 1")
         require(self, "image_size", self.image_size is None or self.image_size >= 8, "at least 8 pixels, or None")
+        padded = self.crop_padding is None or (self.crop_padding >= 0 and not dataset_info(self.name).in_memory)
+        require(self, "crop_padding", padded, f"at least 0 and only for photographs; {self.name} has small images")
         require(self, "train_size", self.train_size is None or self.train_size >= 1, "at least 1, or None for all")
         require(self, "validation", 0 <= self.validation < 1, "in [0, 1); the paper holds out 0.1")
         require(self, "label_noise", 0 <= self.label_noise <= 1, "in [0, 1]; the paper has 0.2, 0.4, 0.6 and 0.8")
@@ -91,6 +98,13 @@ class Model:
     timm/NAME."""
     norm: Literal["batch", "none"] = "batch"
     """none: a Wide ResNet without batch norm, started as in SkipInit (the Hessian figure)."""
+    design: Literal["standard", "reference"] = "standard"
+    """reference: Wide ResNet, Shake-Shake and PyramidNet as in the paper's reference code: the last layer starts as
+    U(-1/sqrt(classes), 1/sqrt(classes)), and shortcuts differ (see the model's docstring)."""
+    dropout: float = 0.0
+    """Dropout before the last layer; only models from timm (0.5 for EfficientNet in the reference code)."""
+    drop_connect: float = 0.0
+    """Stochastic depth of the last block, rising linearly from 0; only models from timm (reference code: 0.2)."""
     checkpoint: str | None = None
     """File with weights to start from (.safetensors, or torch's .pt/.pth), or run:NAME, a run of the same folder."""
     head: Literal["auto", "new", "keep"] = "auto"
@@ -112,6 +126,15 @@ class Model:
             self.norm == "batch" or self.name.startswith("wrn-"),
             "batch: only wrn-* goes without",
         )
+        plain = self.design == "standard" or (
+            self.norm == "batch" and self.name.startswith(("wrn-", "shake-shake-", "pyramidnet-"))
+        )
+        require(self, "design", plain, "standard: only wrn-* with batch norm, shake-shake-* and pyramidnet-* differ")
+        for name in ("dropout", "drop_connect"):
+            rate = getattr(self, name)
+            require(self, name, 0 <= rate < 1, "in [0, 1)")
+            from_timm = check_model_name(self.name).family == "timm"
+            require(self, name, rate == 0 or from_timm, "0: only models from timm have it")
         require(
             self,
             "head",

@@ -57,6 +57,8 @@ class Condition:
     methods: tuple[Method, ...]
     claimed: dict[tuple[str, str], Claimed]
     """What the paper says, by method and metric."""
+    tuning_epochs: int | None = None
+    """Epochs of the runs that choose settings, which have fewer examples; as many as the replicas' if None."""
 
     @property
     def name(self) -> str:
@@ -109,7 +111,12 @@ def run_conditions(
             origin = condition.start if method.after is None else chosen[condition.name, method.after]
             name = "/".join((item, *condition.labels, condition.column, method.name))
             options[condition.name, method.name] = [replace(e, name=name) for e in method.candidates(origin)]
-        jobs = {key: [_tuning_job(e) for e in found] for key, found in options.items() if len(found) > 1}
+        tuning_epochs = {condition.name: condition.tuning_epochs for condition in conditions}
+        jobs = {
+            key: [_tuning_job(e, tuning_epochs[key[0]]) for e in found]
+            for key, found in options.items()
+            if len(found) > 1
+        }
         asked = [job for found in jobs.values() for job in found]
         outcomes = runner.outcomes(asked, f"{item}: choosing settings") if asked else []
         needed += outcomes
@@ -203,9 +210,11 @@ def _doubled(base: Experiment) -> list[Experiment]:
     return [replace(base, epochs=factor * base.epochs, evaluate_every=factor * base.evaluate_every)]
 
 
-def _tuning_job(experiment: Experiment) -> Job:
+def _tuning_job(experiment: Experiment, epochs: int | None) -> Job:
     held_out = replace(experiment.data, validation=VALIDATION)
-    return Job(experiment=replace(experiment, name=f"{experiment.name} (choosing)", data=held_out), seed=TUNING_SEED)
+    name = f"{experiment.name} (choosing)"
+    experiment = replace(experiment, name=name, data=held_out, epochs=epochs or experiment.epochs)
+    return Job(experiment=experiment, seed=TUNING_SEED)
 
 
 def validation_error(outcome: Outcome) -> float | None:

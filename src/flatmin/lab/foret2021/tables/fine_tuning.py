@@ -14,7 +14,15 @@ from flatmin.lab.foret2021.scales import PAPER_SUMMARY, SMOKE_SUMMARY, replica_s
 from flatmin.lab.foret2021.sources import HYPERPARAMETERS
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
 from flatmin.lab.studies.condition_tables import condition_findings
-from flatmin.lab.studies.conditions import Condition, Method, double_epochs, no_tuning, run_conditions, with_rho
+from flatmin.lab.studies.conditions import (
+    VALIDATION,
+    Condition,
+    Method,
+    double_epochs,
+    no_tuning,
+    run_conditions,
+    with_rho,
+)
 from flatmin.lab.studies.findings import Cell, Findings, Table
 from flatmin.lab.studies.item import Scale
 from flatmin.lab.studies.printed import Claimed, Claims
@@ -89,12 +97,16 @@ def _methods(rhos: Sequence[float], m: int | None) -> tuple[Method, ...]:
 
 def _paper_condition(model: str, dataset: str, rho: float | None, source: Claims[FinetuningCell]) -> Condition:
     training = settings.finetuning(model, dataset)
+    small_images = dataset in ("cifar10", "cifar100")
     start = Experiment(
         data=Data(
             name="folder:birdsnap" if dataset == "birdsnap" else dataset,
             augment=settings.finetuning_augment(dataset),
             batch_size=training.batch_size,
             image_size=settings.FINETUNING_IMAGE_SIZE[model],
+            resize=settings.RESIZE,
+            crop_padding=None if small_images else settings.CROP_PADDING,
+            cutout_shared=settings.CUTOUT_SHARED and small_images,
             drop_last=settings.DROP_LAST,
         ),
         model=Model(
@@ -102,6 +114,8 @@ def _paper_condition(model: str, dataset: str, rho: float | None, source: Claims
             checkpoint=str(CHECKPOINTS / f"{model}.safetensors"),
             head="keep" if dataset == "imagenet" else "new",
             freeze_batch_norm=settings.FREEZE_BATCH_NORM,
+            dropout=settings.FINETUNING_DROPOUT,
+            drop_connect=settings.FINETUNING_DROP_CONNECT,
         ),
         optim=training.optim(rho=0.0),
         epochs=training.epochs,
@@ -113,7 +127,14 @@ def _paper_condition(model: str, dataset: str, rho: float | None, source: Claims
         (name, "test_error"): source[FinetuningCell(dataset, model, key)]
         for name, key in (("without SAM", "sgd"), ("SAM", sam))
     }
-    return Condition(labels=(dataset,), column=model, start=start, methods=_methods(rhos, training.m), claimed=claimed)
+    return Condition(
+        labels=(dataset,),
+        column=model,
+        start=start,
+        methods=_methods(rhos, training.m),
+        claimed=claimed,
+        tuning_epochs=settings.finetuning(model, dataset, held_out=VALIDATION).epochs,
+    )
 
 
 def _small_condition(scale: Scale, runner: Runner, rho: float | None) -> Condition:

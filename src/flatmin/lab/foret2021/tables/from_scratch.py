@@ -153,7 +153,7 @@ def _paper_condition(
             cutout_shared=settings.CUTOUT_SHARED,
             extra=dataset == "svhn",
         ),
-        model=Model(name=training.model),
+        model=training.network(),
         optim=training.optim(rho=0.0),
         epochs=training.epochs,
     )

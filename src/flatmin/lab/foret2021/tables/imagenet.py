@@ -77,6 +77,8 @@ def _imagenet_contest(model: str, epochs: int) -> Condition:
             augment="imagenet",
             batch_size=training.batch_size,
             image_size=settings.IMAGENET_IMAGE_SIZE,
+            resize=settings.RESIZE,
+            crop_padding=settings.CROP_PADDING,
             drop_last=settings.DROP_LAST,
         ),
         model=Model(name=model),
