@@ -14,6 +14,7 @@ from statistics import median
 
 from flatmin.lab.foret2021.cost import cost, num_networks, planned_jobs, weighted_cost, with_all_missing
 from flatmin.lab.foret2021.items import ITEMS
+from flatmin.lab.foret2021.scales import CUTS
 from flatmin.lab.report import write_report
 from flatmin.lab.runs.directory import read_result
 from flatmin.lab.studies.findings import Findings
@@ -85,9 +86,14 @@ def cost_table(runs: Path) -> str:
     return "\n".join(lines)
 
 
+def cuts_list() -> str:
+    """Return what was cut, as Markdown."""
+    return "\n".join(f"- `{item}`: {'; '.join(cuts)}." for item, cuts in CUTS.items())
+
+
 def blocks(runs: Path) -> dict[str, str]:
     """Return the tables of docs/reproduction.md by the names of their markers."""
-    return {"claims": claims_table(findings(runs)), "costs": cost_table(runs)}
+    return {"claims": claims_table(findings(runs)), "cuts": cuts_list(), "costs": cost_table(runs)}
 
 
 def with_block(text: str, name: str, block: str) -> str:
@@ -101,6 +107,7 @@ def with_block(text: str, name: str, block: str) -> str:
 def main() -> None:
     if len(sys.argv) > 1:
         collect(Path(sys.argv[1]), RESULTS / "runs")
+    shutil.rmtree(RESULTS / "figures", ignore_errors=True)
     write_report(findings(RESULTS / "runs"), runs=RESULTS / "runs", out=RESULTS, title=TITLE)
     text = DOCS.read_text()
     for name, block in blocks(RESULTS / "runs").items():

@@ -4,9 +4,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from flatmin.lab.foret2021.claims.figures import said_in_text
-from flatmin.lab.foret2021.scales import LAPTOP, PAPER_SUMMARY, SMOKE_SUMMARY, smoke
+from flatmin.lab.foret2021.scales import (
+    LAPTOP,
+    PAPER_SUMMARY,
+    SMOKE_SUMMARY,
+    cut_notes,
+    replica_seeds,
+    small_images,
+    smoke,
+)
 from flatmin.lab.foret2021.settings import DROP_LAST, Training
 from flatmin.lab.spec.experiment import Data, Experiment
+from flatmin.lab.studies.conditions import best_candidate, tuning_job
 from flatmin.lab.studies.contrasts import verdicts_at
 from flatmin.lab.studies.findings import Findings, Hyperparameter, LineFigure, SurfaceFigure, Table, Verdict
 from flatmin.lab.studies.item import Scale
@@ -17,6 +26,8 @@ LAPTOP_START = LAPTOP["fashion-mnist"]
 LAPTOP_RHO = 0.2
 """SAM's rho on a laptop, where a figure does not choose it."""
 LAPTOP_EPOCHS = LAPTOP_START.epochs
+TUNED_RHOS = (0.05, 0.1, 0.2)
+"""What landscapes and spectra choose from, on a laptop."""
 
 ABOUT_SCALE: Mapping[Scale, str] = {
     "paper": PAPER_SUMMARY,
@@ -32,7 +43,29 @@ def sam_rho(scale: Scale, paper: Training) -> float:
     return paper.rho if scale == "paper" else LAPTOP_RHO
 
 
-def start(scale: Scale, paper: Training, *, rho: float, dataset: str = "cifar10") -> Experiment:
+def tuned_rho(recorder: RecordingRunner, item: str, scale: Scale, paper: Training, sgd: Experiment) -> float | None:
+    """Return SAM's rho: the paper's at its own scale, else the best on validation; None while that is not known.
+
+    Args:
+        recorder: trains the candidates.
+        item: whose networks they are.
+        scale: of the study.
+        paper: the settings at the paper's scale.
+        sgd: what is trained without SAM.
+    """
+    if scale == "paper":
+        return paper.rho
+    candidates = [replace(sgd, name=f"{item}/SAM", optim=replace(sgd.optim, rho=rho)) for rho in TUNED_RHOS]
+    best = best_candidate(candidates, recorder.outcomes([tuning_job(e) for e in candidates], f"{item}: choosing rho"))
+    return None if best is None else best.optim.rho
+
+
+def curvature_seeds(scale: Scale) -> tuple[int, ...]:
+    """Return the seeds of landscapes and spectra, which spread more than errors: ten replicas on a laptop."""
+    return tuple(range(10)) if scale == "laptop" else replica_seeds(scale)
+
+
+def start(scale: Scale, paper: Training, *, rho: float, dataset: str = "cifar10", small: bool = False) -> Experiment:
     """Return the experiment that a figure varies, evaluated at its end; without SAM where rho is 0.
 
     Args:
@@ -40,6 +73,7 @@ def start(scale: Scale, paper: Training, *, rho: float, dataset: str = "cifar10"
         paper: the settings at the paper's scale.
         rho: SAM's.
         dataset: at the paper's scale.
+        small: whether a laptop's images are small, as those of grids are.
     """
     if scale == "paper":
         return Experiment(
@@ -50,6 +84,8 @@ def start(scale: Scale, paper: Training, *, rho: float, dataset: str = "cifar10"
             evaluate_every=paper.epochs,
         )
     base = LAPTOP_START if scale == "laptop" else replace(smoke("cnn-2"), epochs=2, evaluate_every=2)
+    if small and scale == "laptop":
+        base = small_images(base)
     return replace(base, optim=replace(base.optim, rho=rho))
 
 
@@ -86,7 +122,7 @@ def findings(
         figures=figures,
         verdicts=verdicts_at(scale, verdicts),
         hyperparameters=hyperparameters,
-        notes=[*notes, *said_in_text(item), *recorder.notes],
+        notes=[*notes, *said_in_text(item), *cut_notes(item, scale), *recorder.notes],
         runs=recorder.runs,
         num_missing=recorder.num_missing,
     )

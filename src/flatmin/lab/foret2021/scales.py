@@ -4,6 +4,8 @@ The laptop's settings were found by validation error alone: networks with far mo
 their training set, so that what is measured is generalization.
 """
 
+from dataclasses import replace
+
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
 from flatmin.lab.studies.conditions import SEEDS
 from flatmin.lab.studies.item import Scale
@@ -30,6 +32,41 @@ LAPTOP = {
     ),
 }
 """What conditions start from, by dataset."""
+SMALL_IMAGE_SIZE = 14
+"""Of grids and of extra conditions: images are scaled down to 14 x 14 pixels, with smoothing. A pass then costs about a
+quarter of one at 28 x 28."""
+
+CUTS: dict[str, tuple[str, ...]] = {
+    "table1": (
+        "Fashion-MNIST with basic augmentation (it is Table 5's condition)",
+        "CIFAR-10 with AutoAugment",
+        "PyramidNet, with and without ShakeDrop",
+        "Shake-Shake sees images of 14 x 14 pixels, and its learning rate is not tuned",
+    ),
+    "label-noise": (
+        "60 % noise",
+        "at 20 % and 80 % noise: images of 14 x 14 pixels; SGD, Mixup and SAM only (no bootstrapping, no m = 16)",
+    ),
+    "svhn-fashion": ("SVHN", "Fashion-MNIST with Cutout", "Shake-Shake", "images of 14 x 14 pixels"),
+    "rho-0.05": ("all but CIFAR-10 with WRN-10-2 and basic augmentation",),
+    "noise-and-rho": ("60 % noise", "rho = 0.01 and 0.02", "images of 14 x 14 pixels"),
+    "m-and-rho": ("m below 16 (the paper's smallest is 4)", "images of 14 x 14 pixels"),
+    "predictive": ("24 of 72 models: those of width 3", "images of 14 x 14 pixels"),
+    "p-norm": ("random perturbations of length 0.2", "images of 14 x 14 pixels"),
+    "inner-steps": ("CIFAR-100", "images of 14 x 14 pixels"),
+}
+"""What an item leaves out at laptop scale so that all items fit on two cores; what is not here is planned."""
+
+
+def cut_notes(item: str, scale: Scale) -> list[str]:
+    """Return the note that lists what an item leaves out at a scale."""
+    return [f"Cut to fit two cores: {'; '.join(CUTS[item])}."] if scale == "laptop" and item in CUTS else []
+
+
+def small_images(experiment: Experiment) -> Experiment:
+    """Return an experiment on images of `SMALL_IMAGE_SIZE`."""
+    return replace(experiment, data=replace(experiment.data, image_size=SMALL_IMAGE_SIZE))
+
 
 SMOKE_SEEDS = (0, 1)
 

@@ -113,7 +113,7 @@ def run_conditions(
             options[condition.name, method.name] = [replace(e, name=name) for e in method.candidates(origin)]
         tuning_epochs = {condition.name: condition.tuning_epochs for condition in conditions}
         jobs = {
-            key: [_tuning_job(e, tuning_epochs[key[0]]) for e in found]
+            key: [tuning_job(e, tuning_epochs[key[0]]) for e in found]
             for key, found in options.items()
             if len(found) > 1
         }
@@ -126,10 +126,9 @@ def run_conditions(
                 chosen[key] = experiments[0]
                 continue
             tried[key] = tuple((e, by_name[job.name]) for e, job in zip(experiments, jobs[key], strict=True))
-            errors = [validation_error(outcome) for _, outcome in tried[key]]
-            best = min((e for e in errors if e is not None and math.isfinite(e)), default=None)
-            if best is not None and None not in errors:  # a choice from half of the candidates would not be one
-                chosen[key] = experiments[errors.index(best)]
+            best = best_candidate(experiments, [outcome for _, outcome in tried[key]])
+            if best is not None:
+                chosen[key] = best
     jobs_of = {key: [Job(experiment=experiment, seed=seed) for seed in seeds] for key, experiment in chosen.items()}
     asked = [job for jobs in jobs_of.values() for job in jobs]
     found = dict(zip([job.name for job in asked], runner.outcomes(asked, f"{item}: replicas"), strict=True))
@@ -210,11 +209,19 @@ def _doubled(base: Experiment) -> list[Experiment]:
     return [replace(base, epochs=factor * base.epochs, evaluate_every=factor * base.evaluate_every)]
 
 
-def _tuning_job(experiment: Experiment, epochs: int | None) -> Job:
+def tuning_job(experiment: Experiment, epochs: int | None = None) -> Job:
+    """Return the run that gives a candidate its validation error; for fewer or more epochs if given."""
     held_out = replace(experiment.data, validation=VALIDATION)
     name = f"{experiment.name} (choosing)"
     experiment = replace(experiment, name=name, data=held_out, epochs=epochs or experiment.epochs)
     return Job(experiment=experiment, seed=TUNING_SEED)
+
+
+def best_candidate(experiments: Sequence[Experiment], outcomes: Sequence[Outcome]) -> Experiment | None:
+    """Return the candidate with the lowest validation error; None until all of them have been tried."""
+    errors = [validation_error(outcome) for outcome in outcomes]
+    best = min((e for e in errors if e is not None and math.isfinite(e)), default=None)
+    return None if best is None or None in errors else experiments[errors.index(best)]
 
 
 def validation_error(outcome: Outcome) -> float | None:

@@ -1,7 +1,7 @@
 """Figure 3, left: the spectrum of the Hessian along training with SGD and with SAM (Section 4.2)."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
@@ -10,20 +10,30 @@ import numpy as np
 
 from flatmin.lab.foret2021.claims.figures import HESSIAN as CLAIMS
 from flatmin.lab.foret2021.claims.figures import CurvatureCell
-from flatmin.lab.foret2021.figure_settings import LAPTOP_EPOCHS, findings, jobs_for, start
-from flatmin.lab.foret2021.scales import replica_seeds
+from flatmin.lab.foret2021.figure_settings import (
+    LAPTOP_EPOCHS,
+    curvature_seeds,
+    findings,
+    jobs_for,
+    start,
+    tuned_rho,
+)
 from flatmin.lab.foret2021.settings import HESSIAN, HESSIAN_AT_EPOCHS
 from flatmin.lab.foret2021.sources import HYPERPARAMETERS
 from flatmin.lab.spec.experiment import Experiment, Model
 from flatmin.lab.studies.contrasts import (
+    BySeed,
     Contrast,
+    by_seed,
     comparisons,
     contrast_between,
     judge,
+    mean,
     measured_by_seed,
     metric_by_seed,
     number_cell,
     run_names,
+    series_interval,
 )
 from flatmin.lab.studies.findings import Cell, Comparison, Findings, LineFigure, Series, Table, own_settings
 from flatmin.lab.studies.item import Scale
@@ -37,8 +47,8 @@ AT_EPOCHS: dict[Scale, tuple[int, ...]] = {
     "laptop": (4, LAPTOP_EPOCHS // 2, LAPTOP_EPOCHS),
     "smoke": (1, 2),
 }
-"""Where the first replica is measured; the last one is the end, where all are."""
-LAPTOP_RHO, LAPTOP_BATCH_SIZE = 0.1, 32
+"""Where spectra are measured; the last one is the end of training."""
+LAPTOP_BATCH_SIZE = 32
 """Without batch norm a network fits its training set only with four times as many steps."""
 RATIO = "lambda_1_over_lambda_5"
 QUANTITIES = {"lambda_max": "lambda_max", "lambda_max/lambda_5": RATIO}
@@ -51,18 +61,19 @@ DENSITY_FLOOR = 1e-6
 def hessian(scale: Scale, runner: Runner) -> Findings:
     """Compare the curvature that SGD and SAM train into a network without batch norm (Figure 3, left)."""
     recorder = RecordingRunner(runner)
-    experiments = hessian_experiments(scale)
+    sgd = hessian_experiment(scale)
+    rho = tuned_rho(recorder, "hessian", scale, HESSIAN, sgd)
     *before, _ = AT_EPOCHS[scale]
     last = _spectrum(scale, None)
     along = {epoch: _spectrum(scale, epoch) for epoch in before}
-    jobs: dict[str, list[Job]] = {}
-    for method, experiment in experiments.items():
-        first, *others = jobs_for(experiment, f"hessian/{method}", replica_seeds(scale), (last,))
-        kept = replace(first.experiment, keep_every=math.gcd(*before))  # weights are large: only the first keeps them
-        jobs[method] = [replace(first, experiment=kept, measurements=(*along.values(), last)), *others]
+    jobs: dict[str, list[Job]] = {"SGD": [], "SAM": []}
+    for method, radius in (("SGD", 0.0), ("SAM", rho)):
+        if radius is not None:
+            kept = replace(sgd, keep_every=math.gcd(*before), optim=replace(sgd.optim, rho=radius))
+            jobs[method] = jobs_for(kept, f"hessian/{method}", curvature_seeds(scale), (*along.values(), last))
     found = recorder.replicas(jobs, "hessian: networks and their spectra")
 
-    contrasts = [
+    at_end = [
         contrast_between(
             f"{quantity} at the end",
             ("SAM", found["SAM"]),
@@ -72,39 +83,62 @@ def hessian(scale: Scale, runner: Runner) -> Findings:
         )
         for quantity, key in QUANTITIES.items()
     ]
+    epochs = " and ".join(map(str, before))
+    before_end = [
+        contrast_between(
+            f"log10 of {quantity}, mean of epochs {epochs}",
+            ("SAM", found["SAM"]),
+            ("SGD", found["SGD"]),
+            partial(mean_log, measurements=list(along.values()), key=key),
+            unit="",
+        )
+        for quantity, key in QUANTITIES.items()
+    ]
     spectra = along | {AT_EPOCHS[scale][-1]: last}
     own = own_settings(
-        [experiments["SGD"]], ("rho", experiments["SAM"].optim.rho), ("gradient clipping", HESSIAN.clip_norm)
+        [sgd], ("rho, chosen on validation", rho or "not chosen yet"), ("gradient clipping", HESSIAN.clip_norm)
     )
+    claim = CLAIMS.statements[0].claim
     return findings(
         item="hessian",
         scale=scale,
         title=CLAIMS.title,
         source=CLAIMS.source,
         recorder=recorder,
-        tables=[_table(found, last, spectra, contrasts)],
+        tables=[_table(found, spectra, at_end, before_end)],
         figures=[*_lambda_figures(found, spectra), *_density_figures(found, spectra)],
-        verdicts=[judge(CLAIMS.statements[0].claim, contrasts)],
+        verdicts=[judge(claim, at_end), judge(f"Before the end of training, too: {claim}", before_end)],
         hyperparameters=HYPERPARAMETERS["hessian"] if scale == "paper" else own,
         notes=[*CLAIMS.notes, *_not_converged(found)],
     )
 
 
-def hessian_experiments(scale: Scale) -> dict[str, Experiment]:
-    """Return the networks without batch norm, by method."""
+def hessian_experiment(scale: Scale) -> Experiment:
+    """Return the network without batch norm that is trained with SGD."""
     model = Model(name={"paper": HESSIAN.model, "laptop": "wrn-10-2", "smoke": "wrn-10-1"}[scale], norm="none")
-    rhos = {"SGD": 0.0, "SAM": HESSIAN.rho if scale == "paper" else LAPTOP_RHO}
-    experiments = {method: replace(start(scale, HESSIAN, rho=rho), model=model) for method, rho in rhos.items()}
+    sgd = replace(start(scale, HESSIAN, rho=0.0), model=model)
     if scale == "paper":
-        return experiments
-    return {
-        method: replace(
-            e,
-            data=replace(e.data, batch_size=min(e.data.batch_size, LAPTOP_BATCH_SIZE)),
-            optim=replace(e.optim, clip_norm=HESSIAN.clip_norm),
-        )
-        for method, e in experiments.items()
-    }
+        return sgd
+    return replace(
+        sgd,
+        data=replace(sgd.data, batch_size=min(sgd.data.batch_size, LAPTOP_BATCH_SIZE)),
+        optim=replace(sgd.optim, clip_norm=HESSIAN.clip_norm),
+    )
+
+
+def mean_log(outcomes: Sequence[Outcome], measurements: Sequence[Measurement], key: str) -> dict[int, float]:
+    """Return the mean over several spectra of the logarithm (base 10) of a number, by seed.
+
+    Curvature changes by orders of magnitude along training: a mean of logarithms is not that of one epoch.
+    """
+
+    def read(outcome: Outcome) -> float | None:
+        values = [outcome.measured[m][key] for m in measurements if m in outcome.measured]
+        if len(values) < len(measurements) or any(value is None or value <= 0 for value in values):
+            return None
+        return mean(math.log10(value) for value in values)
+
+    return by_seed(outcomes, read)
 
 
 def _spectrum(scale: Scale, epoch: int | None) -> Measurement:
@@ -118,38 +152,27 @@ def _spectrum(scale: Scale, epoch: int | None) -> Measurement:
 
 def _table(
     found: dict[str, list[Outcome]],
-    last: Measurement,
     spectra: dict[int, Measurement],
-    contrasts: Sequence[Contrast],
+    at_end: Sequence[Contrast],
+    before_end: Sequence[Contrast],
 ) -> Table:
-    rows: list[list[str | Cell | Comparison]] = []
-    for contrast, quantity, compared in zip(contrasts, QUANTITIES, comparisons(contrasts), strict=True):
-        cells = [
-            number_cell(
-                contrast.higher if method == "SGD" else contrast.lower,
-                found[method],
-                unit="",
-                claimed=CLAIMS[CurvatureCell(quantity, method.lower())].printed(),
-            )
-            for method in METHODS
-        ]
-        rows.append([contrast.quantity, *cells, compared])
+    def claimed(quantity: str) -> dict[str, str]:
+        return {method: CLAIMS[CurvatureCell(quantity, method.lower())].printed() for method in METHODS}
+
     largest = {method: _largest_ratio(outcomes, spectra) for method, outcomes in found.items()}
-    rows.append(
-        [
-            "largest lambda_max/lambda_5 along training (first replica)",
-            *(
-                number_cell(
-                    largest[method],
-                    found[method],
-                    unit="",
-                    claimed=CLAIMS[CurvatureCell("lambda_max/lambda_5", method.lower())].printed(),
-                )
-                for method in METHODS
-            ),
-            "",
-        ]
-    )
+    lines: list[tuple[str, Mapping[str, BySeed], Mapping[str, str], Comparison | str]] = [
+        (c.quantity, {"SGD": c.higher, "SAM": c.lower}, claimed(quantity), compared)
+        for c, quantity, compared in zip(at_end, QUANTITIES, comparisons(at_end), strict=True)
+    ]
+    lines.append(("largest lambda_max/lambda_5 along training", largest, claimed("lambda_max/lambda_5"), ""))
+    lines += [
+        (c.quantity, {"SGD": c.higher, "SAM": c.lower}, {}, compared)
+        for c, compared in zip(before_end, comparisons(before_end), strict=True)
+    ]
+    rows: list[list[str | Cell | Comparison]] = [
+        [name, *(number_cell(values[m], found[m], unit="", claimed=said.get(m)) for m in METHODS), compared]
+        for name, values, said, compared in lines
+    ]
     for name, metric, factor, unit in (
         ("training loss of the last epoch", "train_loss", 1.0, ""),
         ("test error", "test_error", 100.0, "%"),
@@ -157,7 +180,7 @@ def _table(
         cells = [number_cell(metric_by_seed(found[m], metric, factor), found[m], unit=unit) for m in METHODS]
         rows.append([name, *cells, ""])
     return Table(
-        title="Curvature at the end of training",
+        title="Curvature at the end of training and before",
         columns=["", "SGD", "SAM", "SAM - SGD"],
         rows=rows,
         note="Claimed: of one network each, WRN-40-10 on CIFAR-10; 'up to' of the ratio is over its figure's epochs.",
@@ -165,40 +188,41 @@ def _table(
 
 
 def _largest_ratio(outcomes: Sequence[Outcome], spectra: dict[int, Measurement]) -> dict[int, float]:
-    first = outcomes[0]
-    ratios = [first.measured[m][RATIO] for m in spectra.values() if m in first.measured]
-    known = [ratio for ratio in ratios if ratio is not None and math.isfinite(ratio)]
-    return {first.job.seed: max(known)} if known else {}
+    def read(outcome: Outcome) -> float | None:
+        ratios = [outcome.measured[m][RATIO] for m in spectra.values() if m in outcome.measured]
+        return max((r for r in ratios if r is not None and math.isfinite(r)), default=None)
+
+    return by_seed(outcomes, read)
 
 
 def _lambda_figures(found: dict[str, list[Outcome]], spectra: dict[int, Measurement]) -> list[LineFigure]:
-    series = []
-    for method, outcomes in found.items():
-        facts = {epoch: outcomes[0].measured[m] for epoch, m in spectra.items() if m in outcomes[0].measured}
-        if facts:
-            values = [f["lambda_max"] for f in facts.values()]
-            hover = [
-                f"epoch {e}: lambda_max/lambda_5 = {f[RATIO]:.3g}" for e, f in facts.items() if f[RATIO] is not None
-            ]
-            series.append(
-                Series(name=method, x=list(facts), y=values, hover=hover if len(hover) == len(facts) else None)
+    figures = []
+    for name, key in QUANTITIES.items():
+        series = []
+        for method, outcomes in found.items():
+            columns = {e: list(measured_by_seed(outcomes, m, itemgetter(key)).values()) for e, m in spectra.items()}
+            known = {epoch: column for epoch, column in columns.items() if column}
+            if known:
+                y, half_width = series_interval(list(known.values()))
+                series.append(Series(name=method, x=list(known), y=y, half_width=half_width))
+        figures.append(
+            LineFigure(
+                title=f"{name} along training",
+                x_label="epoch",
+                y_label=name,
+                series=series,
+                log_y=True,
+                runs=run_names(outcome for outcomes in found.values() for outcome in outcomes),
             )
-    return [
-        LineFigure(
-            title="The largest eigenvalue along training, first replica of each",
-            x_label="epoch",
-            y_label="lambda_max",
-            series=series,
-            runs=run_names(outcomes[0] for outcomes in found.values()),
         )
-    ]
+    return figures
 
 
 def _density_figures(found: dict[str, list[Outcome]], spectra: dict[int, Measurement]) -> list[LineFigure]:
     """One figure for each epoch, with both methods on one axis."""
     figures = []
     for epoch, measurement in spectra.items():
-        facts = {m: o[0].measured[measurement] for m, o in found.items() if measurement in o[0].measured}
+        facts = {m: o[0].measured[measurement] for m, o in found.items() if o and measurement in o[0].measured}
         if not facts:
             continue
         nodes = np.concatenate([f["nodes"] for f in facts.values()])
@@ -217,7 +241,7 @@ def _density_figures(found: dict[str, list[Outcome]], spectra: dict[int, Measure
                 log_y=True,
                 note=f"Stochastic Lanczos quadrature, smoothed with a Gaussian of width {sigma:.2g}. Where a curve is "
                 f"at {DENSITY_FLOOR:g} there is nothing.",
-                runs=run_names(outcomes[0] for outcomes in found.values()),
+                runs=run_names(outcomes[0] for outcomes in found.values() if outcomes),
             )
         )
     return figures

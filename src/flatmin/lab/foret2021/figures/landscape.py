@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from flatmin.lab.foret2021.claims.figures import FIGURES
-from flatmin.lab.foret2021.figure_settings import findings, jobs_for, sam_rho, start
-from flatmin.lab.foret2021.scales import replica_seeds
+from flatmin.lab.foret2021.figure_settings import curvature_seeds, findings, jobs_for, start, tuned_rho
 from flatmin.lab.foret2021.settings import LANDSCAPES
 from flatmin.lab.foret2021.sources import HYPERPARAMETERS
 from flatmin.lab.spec.experiment import Experiment, Model
@@ -49,13 +48,15 @@ def landscape(scale: Scale, runner: Runner) -> Findings:
     The directions are the same draws for both networks, scaled to the filters of each (Li et al., 2018).
     """
     recorder, claims = RecordingRunner(runner), FIGURES["landscapes"]
-    experiments = landscape_experiments(scale)
-    seeds = replica_seeds(scale)
+    sgd = landscape_experiment(scale)
+    rho = tuned_rho(recorder, "landscape", scale, LANDSCAPES, sgd)
     picture, numbers = _plane(*PICTURE[scale]), _plane(*NUMBERS[scale])
-    jobs: dict[str, list[Job]] = {}
-    for method, experiment in experiments.items():
-        first, *others = jobs_for(experiment, f"landscape/{method}", seeds, (numbers,))
-        jobs[method] = [replace(first, measurements=tuple(dict.fromkeys((picture, numbers)))), *others]
+    jobs: dict[str, list[Job]] = {"SGD": [], "SAM": []}
+    for method, radius in (("SGD", 0.0), ("SAM", rho)):
+        if radius is not None:
+            experiment = replace(sgd, optim=replace(sgd.optim, rho=radius))
+            first, *others = jobs_for(experiment, f"landscape/{method}", curvature_seeds(scale), (numbers,))
+            jobs[method] = [replace(first, measurements=tuple(dict.fromkeys((picture, numbers)))), *others]
     found = recorder.replicas(jobs, "landscape: networks and their surroundings")
 
     rise = contrast_between(
@@ -65,7 +66,6 @@ def landscape(scale: Scale, runner: Runner) -> Findings:
         partial(measured_by_seed, measurement=numbers, read=rise_within(RADIUS)),
         unit="",
     )
-    rho = experiments["SAM"].optim.rho
     return findings(
         item="landscape",
         scale=scale,
@@ -77,7 +77,7 @@ def landscape(scale: Scale, runner: Runner) -> Findings:
         verdicts=[judge(claims.statements[0].claim, [rise])],
         hyperparameters=HYPERPARAMETERS["landscapes"]
         if scale == "paper"
-        else own_settings([experiments["SGD"]], ("rho", rho)),
+        else own_settings([sgd], ("rho, chosen on validation", rho or "not chosen yet")),
         notes=[
             *claims.notes,
             "The plane is through the weights, along two Gaussian directions, each filter as long as the network's; "
@@ -86,13 +86,9 @@ def landscape(scale: Scale, runner: Runner) -> Findings:
     )
 
 
-def landscape_experiments(scale: Scale) -> dict[str, Experiment]:
-    """Return the networks of Figure 1, by method."""
-    rhos = {"SGD": 0.0, "SAM": sam_rho(scale, LANDSCAPES)}
-    return {
-        method: replace(start(scale, LANDSCAPES, rho=rho), model=Model(name=NETWORK[scale]))
-        for method, rho in rhos.items()
-    }
+def landscape_experiment(scale: Scale) -> Experiment:
+    """Return the network of Figure 1 that is trained with SGD."""
+    return replace(start(scale, LANDSCAPES, rho=0.0), model=Model(name=NETWORK[scale]))
 
 
 def rise_within(radius: float) -> Callable[[MeasurementResult], float | None]:
@@ -137,7 +133,7 @@ def _table(found: dict[str, list[Outcome]], numbers: Measurement, contrast: Cont
 
 
 def _surfaces(found: dict[str, list[Outcome]], picture: Measurement) -> list[SurfaceFigure]:
-    shown = {name: outcomes[0] for name, outcomes in found.items() if picture in outcomes[0].measured}
+    shown = {name: o[0] for name, o in found.items() if o and picture in o[0].measured}
     if not shown:
         return []
     return [

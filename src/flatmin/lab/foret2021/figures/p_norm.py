@@ -31,7 +31,7 @@ from flatmin.lab.sweeps.runners import RecordingRunner, Runner
 
 NORM_GRIDS: Mapping[Scale, Mapping[str, tuple[float, ...]]] = {
     "paper": {"p = 2": RHO_GRID, "p = inf": RHO_GRID, "random": (*RHO_GRID, 1.0, 2.0, 5.0)},
-    "laptop": {"p = 2": LAPTOP_RHOS, "p = inf": LAPTOP_RHOS, "random": (0.2, 0.5, 1.0, 2.0, 5.0)},
+    "laptop": {"p = 2": LAPTOP_RHOS, "p = inf": LAPTOP_RHOS, "random": (0.5, 1.0, 2.0, 5.0)},
     "smoke": {"p = 2": (0.1,), "p = inf": (0.1,), "random": (0.1, 1.0)},
 }
 """Euclidean lengths of the perturbation. A random direction rises far less than the gradient: it may go further."""
@@ -96,7 +96,7 @@ def p_norm(scale: Scale, runner: Runner) -> Findings:
 def p_norm_jobs(scale: Scale) -> dict[str, list[Job]]:
     """Return the replicas of each perturbation and length, and of SGD."""
     seeds = replica_seeds(scale)
-    base = start(scale, NORMS, rho=0.0)
+    base = start(scale, NORMS, rho=0.0, small=True)
     base = replace(base, data=replace(base.data, validation=VALIDATION))
     num_weights = _num_weights(base)
     jobs = {"SGD": jobs_for(base, "p-norm/SGD", seeds)}

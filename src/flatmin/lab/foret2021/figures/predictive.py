@@ -68,7 +68,7 @@ class Zoo:
 
 ZOOS: dict[Scale, Zoo] = {
     "laptop": Zoo(
-        widths=(1, 2, 3),
+        widths=(1, 2),
         depths=(10, 16),
         lrs=(0.03, 0.1),
         batch_sizes=(32, 64, 128),
@@ -157,7 +157,7 @@ def predictive(scale: Scale, runner: Runner) -> Findings:
 def zoo_jobs(scale: Scale) -> list[Job]:
     """Return a network for each point of the grid, in the order of ``Zoo.hyperparameters``."""
     zoo = ZOOS[scale]
-    base = start(scale, M_SHARPNESS, rho=0.0)
+    base = start(scale, M_SHARPNESS, rho=0.0, small=True)
     measurements = tuple(sharpness_measurements(zoo).values())
     return [
         Job(

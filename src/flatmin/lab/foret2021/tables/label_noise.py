@@ -15,8 +15,11 @@ from flatmin.lab.foret2021.scales import (
     LAPTOP_M,
     LAPTOP_RHOS,
     PAPER_SUMMARY,
+    SMALL_IMAGE_SIZE,
     SMOKE_SUMMARY,
+    cut_notes,
     replica_seeds,
+    small_images,
     smoke,
 )
 from flatmin.lab.foret2021.sources import HYPERPARAMETERS
@@ -56,11 +59,14 @@ TABLE8_LAPTOP_SUMMARY = (
 SUMMARIES: dict[Scale, str] = {"paper": PAPER_SUMMARY, "laptop": LAPTOP_SUMMARY, "smoke": SMOKE_SUMMARY}
 LAPTOP_ALPHAS = (1.0, 8.0)
 SMOKE_PERCENT = (20, 80)
+LAPTOP_PERCENT, LAPTOP_FULL = (20, 40, 80), 40
+"""The noise levels of Table 4 on a laptop, and the one with all methods and images of full size."""
+LAPTOP_TABLE8_RHOS = tuple(rho for rho in settings.RHO_GRID if rho >= 0.05)
 
 
 def label_noise(scale: Scale, runner: Runner) -> Findings:
     """Table 4: SGD, Mixup and SAM, and the latter two bootstrapped, at 20 to 80 % wrong labels."""
-    percents = SMOKE_PERCENT if scale == "smoke" else NOISE_PERCENT
+    percents = {"paper": NOISE_PERCENT, "laptop": LAPTOP_PERCENT, "smoke": SMOKE_PERCENT}[scale]
     conditions = [_condition(scale, percent) for percent in percents]
     entries, needed = run_conditions(conditions, runner, "label-noise", replica_seeds(scale))
     return condition_findings(
@@ -73,19 +79,20 @@ def label_noise(scale: Scale, runner: Runner) -> Findings:
         label_columns=(),
         layout="methods in rows",
         accuracy=True,
-        literature=_literature(percents) if scale != "smoke" else {},
+        literature=_literature(percents, scale) if scale != "smoke" else {},
         hyperparameters=HYPERPARAMETERS["label-noise"] if scale == "paper" else (),
-        notes=said_in_text("label-noise"),
+        notes=[*said_in_text("label-noise"), *cut_notes("label-noise", scale)],
     )
 
 
 def noise_and_rho(scale: Scale, runner: Runner) -> Findings:
     """Table 8: the validation error of bootstrapped SAM for each rho and noise level."""
-    percents = SMOKE_PERCENT if scale == "smoke" else NOISE_PERCENT
-    rhos = (0.0, 0.1) if scale == "smoke" else (0.0, *settings.RHO_GRID)
+    percents = {"paper": NOISE_PERCENT, "laptop": LAPTOP_PERCENT, "smoke": SMOKE_PERCENT}[scale]
+    rhos = (0.0, *{"paper": settings.RHO_GRID, "laptop": LAPTOP_TABLE8_RHOS, "smoke": (0.1,)}[scale])
     jobs = {}
     for percent in percents:
         base = _start(scale, percent)
+        base = small_images(base) if scale == "laptop" else base
         held_out = replace(base.data, validation=settings.VALIDATION, bootstrap=True)
         for rho in rhos:
             m = base_m(scale)
@@ -136,7 +143,7 @@ def noise_and_rho(scale: Scale, runner: Runner) -> Findings:
         hyperparameters=HYPERPARAMETERS["label-noise"]
         if scale == "paper"
         else own_settings([job.experiment for job in jobs.values()], ("rho", rhos), ("m", base_m(scale))),
-        notes=claims_appendix.NOISE_VALIDATION.notes,
+        notes=[*claims_appendix.NOISE_VALIDATION.notes, *cut_notes("noise-and-rho", scale)],
         runs=[outcome.job.name for outcome in done],
         num_missing=len(outcomes) - len(done),
     )
@@ -185,22 +192,35 @@ def _condition(scale: Scale, percent: int) -> Condition:
     mixup = Method(name="Mixup", candidates=_with_mixup(alphas), after="SGD")
     mixups = (mixup, double_epochs(mixup))
     rivals = ((sgd.name, longer.name), tuple(m.name for m in mixups))
+    sam = tuple(replace(m, against=rivals) if m.name == "SAM" else m for m in sam)
+    claimed = {
+        (name, "test_error"): claims.LABEL_NOISE[NoiseCell(name, percent)] for name in NOISE_METHODS if scale != "smoke"
+    }
+    start, column = _start(scale, percent), _column(percent, scale)
+    if _is_small(percent, scale):
+        methods = (sgd, longer, *mixups, *(m for m in sam if m.name == "SAM"))
+        return Condition(labels=(), column=column, start=small_images(start), methods=methods, claimed=claimed)
     methods = (
         sgd,
         longer,
         *mixups,
         Method(name="Bootstrap + Mixup", candidates=_bootstrapped, after="Mixup"),
-        *(replace(m, against=rivals) if m.name == "SAM" else m for m in sam),
+        *sam,
         *(
             Method(name=f"Bootstrap + {m.name}", candidates=_bootstrapped, after=m.name, against=((m.name,),))
             for m in sam
             if m.name.startswith("SAM")
         ),
     )
-    claimed = {
-        (name, "test_error"): claims.LABEL_NOISE[NoiseCell(name, percent)] for name in NOISE_METHODS if scale != "smoke"
-    }
-    return Condition(labels=(), column=f"{percent} %", start=_start(scale, percent), methods=methods, claimed=claimed)
+    return Condition(labels=(), column=column, start=start, methods=methods, claimed=claimed)
+
+
+def _is_small(percent: int, scale: Scale) -> bool:
+    return scale == "laptop" and percent != LAPTOP_FULL
+
+
+def _column(percent: int, scale: Scale) -> str:
+    return f"{percent} % ({SMALL_IMAGE_SIZE} pixels)" if _is_small(percent, scale) else f"{percent} %"
 
 
 def _with_mixup(alphas: Sequence[float]) -> Callable[[Experiment], list[Experiment]]:
@@ -211,12 +231,12 @@ def _bootstrapped(base: Experiment) -> list[Experiment]:
     return [replace(base, data=replace(base.data, bootstrap=True))]
 
 
-def _literature(percents: Sequence[int]) -> dict[str, dict[str, Cell]]:
+def _literature(percents: Sequence[int], scale: Scale) -> dict[str, dict[str, Cell]]:
     found: dict[str, dict[str, Cell]] = {}
     for method in NOISE_LITERATURE:
         cells = {percent: claims.LABEL_NOISE.cells.get(NoiseCell(method, percent)) for percent in percents}
         found[method] = {
-            f"{percent} %": Cell(claimed=claimed.printed(), note="cited")
+            _column(percent, scale): Cell(claimed=claimed.printed(), note="cited")
             for percent, claimed in cells.items()
             if claimed is not None
         }
