@@ -4,6 +4,7 @@ Exit codes: 0 done; 1 a fault of flatmin; 2 a wrong command, setting, network or
 nothing can be written; 5 the loss diverged; 128 + n stopped by signal n (130 Ctrl-C, 143 SIGTERM), everything saved.
 """
 
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -61,12 +62,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         command.run(console)
     except InterruptedRun as stopped:
-        errors.print(f"[yellow]stopped:[/yellow] {stopped}")
+        if not _main_process_prints(stopped):
+            errors.print(f"[yellow]stopped:[/yellow] {stopped}")
         return 128 + stopped.signal_number
     except tuple(kind for kind, _ in EXIT_CODES) as mistake:
-        errors.print(f"[red]error:[/red] {mistake}")
+        if not _main_process_prints(mistake):
+            errors.print(f"[red]error:[/red] {mistake}")
         return next(code for kind, code in EXIT_CODES if isinstance(mistake, kind))
+    except Exception as error:
+        if _main_process_prints(error):
+            return 1
+        raise
     return 0
+
+
+def _main_process_prints(error: Exception) -> bool:
+    """Return whether another worker, the main process, prints this error for all."""
+    return os.environ.get("RANK", "0") != "0" and getattr(error, "is_on_all_workers", False)
 
 
 if __name__ == "__main__":

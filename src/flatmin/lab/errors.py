@@ -44,9 +44,13 @@ class StorageError(RuntimeError):
 class DivergedError(RuntimeError):
     """The loss is not a number any more; the message names step, batch and remedies."""
 
+    is_on_all_workers = True  # all of them raise it, so that only the main process prints it
+
 
 class InterruptedRun(RuntimeError):  # noqa: N818  (nothing went wrong)
     """A signal came; the run was saved and will go on when started again."""
+
+    is_on_all_workers = True
 
     def __init__(self, signal_number: int, message: str) -> None:
         super().__init__(message)

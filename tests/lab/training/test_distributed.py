@@ -5,10 +5,12 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from flatmin import sam_gradient
@@ -20,6 +22,7 @@ from flatmin.lab.models.build import build_model
 from flatmin.lab.runs.checkpoint import latest_checkpoint, read_state
 from flatmin.lab.spec.datasets import dataset_info
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
+from flatmin.lab.training.distributed import _unused_part
 from flatmin.lab.training.engine import train
 
 EXPERIMENT = Experiment(
@@ -121,3 +124,17 @@ def test_second_order_gradients_are_averaged_over_workers(tmp_path):
     for name, value in network.named_parameters():
         expected = value - 0.1 * (grads[0][name] + grads[1][name]) / 2
         torch.testing.assert_close(found[name], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_workers_ignore_what_dead_ones_left_in_the_store():
+    """torchrun's store has the questions and answers of earlier workers; a host that was restarted starts late."""
+    store = dist.HashStore()
+    store.set("flatmin/question/1", "of a dead worker")
+    store.set("flatmin/answer/of a dead worker", "old")
+    with ThreadPoolExecutor() as pool:
+        main = pool.submit(_unused_part, store, 0, 3)
+        parts = [pool.submit(_unused_part, store, rank, 3) for rank in (2, 1)]
+        parts = [future.result(timeout=60) for future in (main, *parts)]
+    parts[0].set("key", "value")
+    assert all(part.check(["key"]) for part in parts)
+    assert not dist.PrefixStore("old", store).check(["key"])

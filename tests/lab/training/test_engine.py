@@ -284,7 +284,8 @@ def test_a_batch_smaller_than_the_number_of_workers_is_refused(tmp_path, monkeyp
 
     experiment = small(data=Data(train_size=60, batch_size=2))
     monkeypatch.setattr(engine, "Stepper", lambda *a: None)
-    monkeypatch.setattr(Workers, "barrier", lambda self: None)
+    for name in ("on_main", "on_each"):
+        monkeypatch.setattr(Workers, name, lambda self, function: function())
     with pytest.raises(RunError, match="A batch of 2 examples cannot be divided among 3 workers"):
         _Run(experiment, 0, RunDirectory(experiment, 0, tmp_path), Workers(count=3, device=CPU), None)
 

@@ -12,7 +12,12 @@ from flatmin.lab.models.build import build_model
 from flatmin.lab.runs.checkpoint import latest_checkpoint, read_state
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
 from flatmin.lab.training.engine import train
-from flatmin.lab.training.relabel import has_predicted_labels, with_predicted_labels, write_predicted_labels
+from flatmin.lab.training.relabel import (
+    has_predicted_labels,
+    read_predicted_labels,
+    relabeled,
+    write_predicted_labels,
+)
 from flatmin.lab.training.trained_model import load_trained
 
 
@@ -62,7 +67,7 @@ def test_predictions_are_kept_for_a_run_that_is_resumed(tmp_path):
     write_predicted_labels(tmp_path, dataset.train.labels, predicted)
     assert has_predicted_labels(tmp_path)
     assert json.loads((tmp_path / "predicted_labels.json").read_text())["num_changed"] == 30
-    np.testing.assert_array_equal(with_predicted_labels(dataset, tmp_path).train.labels, predicted)
+    np.testing.assert_array_equal(relabeled(dataset, read_predicted_labels(tmp_path)).train.labels, predicted)
 
 
 def test_validation_and_test_labels_stay_clean(tmp_path):

@@ -10,10 +10,12 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
-from flatmin.lab.data.datasets import Dataset, load_dataset
+from flatmin.lab.data.datasets import load_dataset
 from flatmin.lab.data.images import Images
 from flatmin.lab.data.pipeline import Pipeline, epoch_batches
 from flatmin.lab.data.randomness import Purpose, torch_seed
@@ -32,7 +34,12 @@ from flatmin.lab.spec.experiment import Experiment
 from flatmin.lab.training.distributed import Workers, join_workers
 from flatmin.lab.training.divergence import remedies
 from flatmin.lab.training.evaluation import evaluate, what_is_evaluated
-from flatmin.lab.training.relabel import has_predicted_labels, with_predicted_labels, write_predicted_labels
+from flatmin.lab.training.relabel import (
+    has_predicted_labels,
+    read_predicted_labels,
+    relabeled,
+    write_predicted_labels,
+)
 from flatmin.lab.training.schedule import learning_rate
 from flatmin.lab.training.session import Callback, Clock, Interruption, RunProgress, deferred_signals
 from flatmin.lab.training.steps import StepMetrics, Stepper
@@ -74,7 +81,8 @@ def train(
         InterruptedRun: SIGTERM or Ctrl-C came; everything is saved.
     """
     with join_workers() as workers:
-        if experiment.data.bootstrap and not is_finished(runs / experiment.run_name(seed)):
+        path = runs / experiment.run_name(seed)
+        if experiment.data.bootstrap and not workers.on_main(lambda: is_finished(path)):
             _train(experiment.first_stage(), seed, runs, data_root, callback, checkpoint_seconds, workers)
         return _train(experiment, seed, runs, data_root, callback, checkpoint_seconds, workers)
 
@@ -91,11 +99,9 @@ def _train(
     """Train one network; one that bootstraps needs its finished first stage."""
     with ExitStack() as stack:
         directory = RunDirectory(experiment, seed, runs)
-        if workers.is_main:
-            directory.open(workers.count)
-            stack.callback(directory.close)
-        workers.barrier()
-        finished = directory.result()
+        stack.callback(directory.close)  # only the main process opens it
+        workers.on_main(lambda: directory.open(workers.count))
+        finished = workers.on_main(directory.result)
         if finished is not None:
             return finished
         stack.enter_context(torch.random.fork_rng([workers.device] if workers.device.type == "cuda" else []))
@@ -112,21 +118,16 @@ class _Run:
         self, experiment: Experiment, seed: int, directory: RunDirectory, workers: Workers, data_root: Path | None
     ) -> None:
         self.experiment, self.directory, self.workers = experiment, directory, workers
-        self.dataset = _load_once(experiment, workers, data_root)
+        self.dataset = workers.on_each(lambda: load_dataset(experiment.data, data_root=data_root))
         if experiment.data.bootstrap:
-            if workers.is_main and not has_predicted_labels(directory.path):
-                first = load_trained(
-                    directory.path.with_name(experiment.first_stage().run_name(seed)), data_root=data_root
-                )
-                write_predicted_labels(directory.path, self.dataset.train.labels, first.predicted_labels())
-            workers.barrier()
-            self.dataset = with_predicted_labels(self.dataset, directory.path)
+            first_stage = directory.path.with_name(experiment.first_stage().run_name(seed))
+            labels = workers.on_main(lambda: self._predicted_labels(first_stage, data_root))
+            self.dataset = relabeled(self.dataset, labels)
             seed = torch_seed(seed, Purpose.SECOND_STAGE)  # from scratch: another start, another order
         self.seed = seed
         torch.manual_seed(torch_seed(seed, Purpose.NETWORK_INIT))
         info = self.dataset.info
-        model = with_weights_file(experiment.model, directory.path.parent)
-        network = build_model(model, num_classes=info.num_classes, in_channels=info.channels)
+        network = workers.on_each(self._build_network)
         mean, std = input_statistics(network) or (info.mean, info.std)
         self.network: nn.Module = network.to(workers.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.stepper = Stepper(experiment, self.network, seed, workers)
@@ -142,35 +143,54 @@ class _Run:
         )
         self.steps_per_epoch = len(epoch_batches(len(self.dataset.train.labels), experiment.data, seed, 0))
         self.num_steps = experiment.epochs * self.steps_per_epoch
-        smallest = len(self.dataset.train.labels) // self.steps_per_epoch
-        if smallest < workers.count:
-            raise RunError(
-                f"A batch of {smallest} examples cannot be divided among {workers.count} workers: each needs one at "
-                "least. Use a larger data.batch_size (or more data), or fewer workers."
-            )
+        workers.on_main(self._check_batch_size)
         self.evaluated = what_is_evaluated(info.num_classes)
         self.progress = RunProgress(sums=torch.zeros(5, dtype=torch.float64, device=workers.device))
         self.bad_step = torch.tensor(-1, device=workers.device)
         self.attention_steps = GPU_ATTENTION_STEPS if workers.device.type == "cuda" else 1
 
-    def resume(self) -> None:
-        """Load the latest whole checkpoint, or save the start, so that it is known that checkpoints can be written."""
+    def _predicted_labels(self, first_stage: Path, data_root: Path | None) -> NDArray[np.int64]:
+        """Return the labels that the first stage predicts for the training set; in the main process."""
+        if not has_predicted_labels(self.directory.path):
+            first = load_trained(first_stage, data_root=data_root)
+            write_predicted_labels(self.directory.path, self.dataset.train.labels, first.predicted_labels())
+        return read_predicted_labels(self.directory.path)
+
+    def _build_network(self) -> nn.Module:
+        """Build the network; only the main process needs a checkpoint's file, as DDP shares its weights."""
+        model, info = self.experiment.model.without_checkpoint(), self.dataset.info
         if self.workers.is_main:
-            prepare_folder(self.directory.checkpoints, self._checkpoint_bytes())
-        found = latest_checkpoint(self.directory.checkpoints) if self.workers.is_main else None
-        content = self.workers.broadcast_bytes(found)
+            model = with_weights_file(self.experiment.model, self.directory.path.parent)
+        return build_model(model, num_classes=info.num_classes, in_channels=info.channels)
+
+    def _check_batch_size(self) -> None:
+        smallest = len(self.dataset.train.labels) // self.steps_per_epoch
+        if smallest < self.workers.count:
+            raise RunError(
+                f"A batch of {smallest} examples cannot be divided among {self.workers.count} workers: each needs at "
+                "least one. Use a larger data.batch_size (or more data), or fewer workers."
+            )
+
+    def resume(self) -> None:
+        """Load the latest intact checkpoint, or save the start, which shows that checkpoints can be written."""
+        content = self.workers.on_main(self._latest_checkpoint)
         if content is not None:
             self._load(read_state(content, self.workers.device))
-        if self.workers.is_main:
-            precision = self.stepper.precision
-            self.directory.add_environment({"num_workers": self.workers.count, "precision": precision})
-            self.directory.write_history(self.progress.history)
-            noise = self.experiment.data.label_noise
-            if noise:
-                self.directory.write_noise(noise, self.experiment.data.seed, self.dataset.flipped.tolist())
+        self.workers.on_main(self._write_start)
         if content is None:
             self.save()
             self._keep_weights()
+
+    def _latest_checkpoint(self) -> bytes | None:
+        prepare_folder(self.directory.checkpoints, self._checkpoint_bytes())
+        return latest_checkpoint(self.directory.checkpoints)
+
+    def _write_start(self) -> None:
+        self.directory.add_environment({"num_workers": self.workers.count, "precision": self.stepper.precision})
+        self.directory.write_history(self.progress.history)
+        data = self.experiment.data
+        if data.label_noise:
+            self.directory.write_noise(data.label_noise, data.seed, self.dataset.flipped.tolist())
 
     def run_epochs(self, callback: Callback | None, interruption: Interruption, checkpoint_seconds: float) -> Result:
         """Train the remaining epochs."""
@@ -196,12 +216,7 @@ class _Run:
                 progress.time_seconds += clock.stop()
                 self._complete_epoch(events, callback, clock.examples_per_second, lr)
                 self._pause(clock, interruption)
-        if self.workers.is_main:
-            self.directory.finish(progress.history, progress.time_seconds)
-        self.workers.barrier()
-        result = self.directory.result()
-        assert result is not None
-        return result
+        return self.workers.on_main(lambda: self.directory.finish(progress.history, progress.time_seconds))
 
     def _training_mode(self) -> None:
         self.network.train()
@@ -238,13 +253,15 @@ class _Run:
                 found = self._evaluate(images) if evaluates else dict.fromkeys(self.evaluated)
                 metrics.update({f"{name}_{key}": value for key, value in found.items()})
         self._keep_weights()
-        if self.workers.is_main:
-            speed: Metrics = {"epoch": progress.epoch, "images_per_second": examples_per_second}
-            self.directory.add_metrics(metrics)
-            self.directory.add_speed(speed)
-            write_events(events, metrics | speed)
-            if callback is not None:
-                callback.on_epoch(metrics, speed)
+        speed: Metrics = {"epoch": progress.epoch, "images_per_second": examples_per_second}
+        self.workers.on_main(lambda: self._write_epoch(metrics, speed, events))
+        if callback is not None:
+            callback.on_epoch(metrics, speed)
+
+    def _write_epoch(self, metrics: Metrics, speed: Metrics, events: Any) -> None:
+        self.directory.add_metrics(metrics)
+        self.directory.add_speed(speed)
+        write_events(events, metrics | speed)
 
     def _finished(self) -> bool:
         """Return whether all epochs are done, or the training set is fitted as well as was asked."""
@@ -260,8 +277,9 @@ class _Run:
     def _keep_weights(self) -> None:
         """Save the weights apart where measures along training were asked for."""
         every, epoch = self.experiment.keep_every, self.progress.epoch
-        if self.workers.is_main and every is not None and epoch % every == 0:
-            save_epoch_weights(self.directory.weights, epoch, {"model": self.network.state_dict()})
+        if every is not None and epoch % every == 0:
+            state = {"model": self.network.state_dict()}
+            self.workers.on_main(lambda: save_epoch_weights(self.directory.weights, epoch, state))
 
     def _pause(self, clock: Clock, interruption: Interruption) -> None:
         """Between two steps: stop if the loss is no number, save if it is time to, stop if a signal came."""
@@ -300,14 +318,12 @@ class _Run:
     def save(self) -> None:
         """Write a checkpoint; every worker takes part."""
         sums = torch.stack(self.workers.gather(self.progress.sums)).cpu()
-        if self.workers.is_main:
-            progress = self.progress
-            state = {
-                "model": self.network.state_dict(),
-                "optimizer": self.stepper.optimizer.state_dict(),
-                **progress.to_state(sums),
-            }
-            save_checkpoint(self.directory.checkpoints, progress.step, state)
+        state = {
+            "model": self.network.state_dict(),
+            "optimizer": self.stepper.optimizer.state_dict(),
+            **self.progress.to_state(sums),
+        }
+        self.workers.on_main(lambda: save_checkpoint(self.directory.checkpoints, self.progress.step, state))
 
     def _load(self, state: dict[str, Any]) -> None:
         self.network.load_state_dict(state["model"])
@@ -317,10 +333,3 @@ class _Run:
     def _checkpoint_bytes(self) -> int:
         copies = {"sgd": 2, "adamw": 3}[self.experiment.optim.name]  # the weights and the optimizer's averages
         return copies * sum(int(t.nbytes) for t in self.network.state_dict().values())
-
-
-def _load_once(experiment: Experiment, workers: Workers, data_root: Path | None) -> Dataset:
-    """Load the dataset; where it has to be downloaded, the leading worker does so first."""
-    dataset = load_dataset(experiment.data, data_root=data_root) if workers.is_main else None
-    workers.barrier()
-    return dataset if dataset is not None else load_dataset(experiment.data, data_root=data_root)

@@ -24,10 +24,14 @@ def has_predicted_labels(run: Path) -> bool:
     return (run / FILE).exists()
 
 
-def with_predicted_labels(dataset: Dataset, run: Path) -> Dataset:
-    """Return the dataset with the labels that are kept in the directory of a run; validation and test stay as they are.
+def read_predicted_labels(run: Path) -> NDArray[np.int64]:
+    """Return the labels that are kept in the directory of a run."""
+    return np.array(json.loads((run / FILE).read_text())["labels"], dtype=np.int64)
 
-    Which labels were flipped on purpose (``flipped``) is still told: the predictions may have mended them.
+
+def relabeled(dataset: Dataset, labels: NDArray[np.int64]) -> Dataset:
+    """Return the dataset with other training labels; validation and test sets keep theirs.
+
+    ``flipped`` still says which labels were made noisy, although the predictions may have corrected them.
     """
-    labels = np.array(json.loads((run / FILE).read_text())["labels"], dtype=np.int64)
     return replace(dataset, train=dataset.train.take(np.arange(len(labels)), labels))

@@ -18,7 +18,7 @@ from flatmin.lab.models.build import build_model, input_statistics
 from flatmin.lab.runs.checkpoint import checkpoint_of, checkpoints, latest_checkpoint, load_epoch_weights, read_state
 from flatmin.lab.runs.directory import is_finished, read_result, read_spec
 from flatmin.lab.spec.experiment import Experiment, Model
-from flatmin.lab.training.relabel import with_predicted_labels
+from flatmin.lab.training.relabel import read_predicted_labels, relabeled
 
 RUN_PREFIX = "run:"
 
@@ -127,7 +127,7 @@ def load_trained(path: Path, *, data_root: Path | None = None, epoch: int | None
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dataset = load_dataset(experiment.data, data_root=data_root)
     if experiment.data.bootstrap:
-        dataset = with_predicted_labels(dataset, path)
+        dataset = relabeled(dataset, read_predicted_labels(path))
     info = dataset.info
     # The weights come from the run, so that the file it started from need not exist any more.
     model = experiment.model.without_checkpoint()
