@@ -26,7 +26,7 @@ RESULTS = ROOT / "results" / "foret2021-laptop"
 DOCS = ROOT / "docs" / "reproduction.md"
 EVIDENCE = ("table1", "label-noise", "landscape", "hessian")
 FILES = ("spec.json", "result.json", "environment.json", "problem.json")
-TITLE = "Foret et al. (2021) on two cores: claimed beside measured"
+TITLE = "Foret et al. (2021) on two cores: paper vs. measured"
 
 
 def findings(runs: Path) -> list[Findings]:

@@ -13,6 +13,7 @@ from flatmin.lab.foret2021.items import ITEMS
 from flatmin.lab.runs.directory import is_finished, read_result, read_spec
 from flatmin.lab.spec.datasets import DATASETS
 from flatmin.lab.spec.models import EXAMPLES
+from flatmin.lab.sweeps.progress import time_text
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def _row(path: Path) -> tuple[str, ...]:
     try:
         if is_finished(path):
             result = read_result(path)
-            time, metrics = f"{result.time_seconds:.0f} s", result.metrics
+            time, metrics = time_text(result.time_seconds), result.metrics
         else:
             read_spec(path)
             time, metrics = "unfinished", last_metrics(path)

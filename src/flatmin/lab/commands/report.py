@@ -1,4 +1,4 @@
-"""``flatmin report`` shows what is there."""
+"""``flatmin report`` writes a page on existing runs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,14 +19,14 @@ from flatmin.lab.sweeps.runners import ReadOnlyRunner
 
 @dataclass(frozen=True)
 class Report:
-    """Write a page on runs that are there: tables in the paper's shape, claimed beside measured; or on any runs."""
+    """Write a page on existing runs: the paper's tables with its numbers next to the measured ones; or on any runs."""
 
     items: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """Names of tables and figures (`flatmin list items`), or all; without, a plain table of all runs of the folder."""
+    """Names of tables and figures (`flatmin list items`), or all; without, a plain table of all runs."""
     scale: Scale = "laptop"
     """At which scale they were run."""
     runs: Path = Path("runs/reproduce")
-    """The folder of the runs."""
+    """The directory of the runs."""
     out: Path | None = None
     """Where the page goes; RUNS/report-SCALE (or RUNS/report) if None."""
     title: str = field(default="")
@@ -63,9 +63,7 @@ def items_named(names: Sequence[str]) -> list[Item]:
     for name in names:
         if name not in ITEMS:
             hint = did_you_mean(name, ITEMS)
-            raise SpecError(
-                f"{name!r} is no table or figure of the paper.{hint} There are {', '.join(ITEMS)}, and all."
-            )
+            raise SpecError(f"Unknown item {name!r}.{hint} Allowed: {', '.join(ITEMS)}, and all.")
     return [ITEMS[name] for name in names]
 
 
@@ -78,7 +76,7 @@ def write_page(found: Sequence[Findings], runs: Path, out: Path, title: str = ""
 
 def print_verdicts(findings: Findings, console: Console) -> None:
     """Print what an item showed."""
-    from flatmin.lab.report.text import missing_text
+    from flatmin.lab.report.content import missing_text
 
     for verdict in findings.verdicts:
         console.print(f"  {verdict.status}: {verdict.claim} {verdict.evidence}", highlight=False, markup=False)

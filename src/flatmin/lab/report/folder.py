@@ -1,4 +1,4 @@
-"""What a folder of runs found, where no item of a paper is meant: its runs by experiment, over seeds."""
+"""A directory of runs as findings, without an item of a paper: its runs by experiment, over seeds."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -7,17 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from flatmin.lab.errors import RunError
+from flatmin.lab.report.content import setting_text
 from flatmin.lab.report.numbers import NOTHING, plural
 from flatmin.lab.report.runs import ERRORS, RunRecord, read_run, without_paths
-from flatmin.lab.report.text import setting_text
 from flatmin.lab.spec.experiment import Experiment
 from flatmin.lab.spec.fields import plain
 from flatmin.lab.studies.findings import Cell, Findings, LineFigure, Series, Table
 from flatmin.lab.studies.statistics import mean_and_interval
 
-COLUMNS = {"train_error": "train error", "valid_error": "validation error", "test_error": "test error"}
 MOST_CURVES = 10
-"""A figure of more experiments than this could not be read."""
+"""A figure with more curves could not be read."""
 
 
 @dataclass(frozen=True)
@@ -41,21 +40,23 @@ class _Group:
 
 
 def describe_runs(runs: Path) -> Findings:
-    """Return the runs of a folder by experiment: mean, 95 % confidence interval and number of seeds of each error.
+    """Return the runs of a directory by experiment: mean, 95 % confidence interval and number of seeds of each error.
 
     Args:
-        runs: a folder with directories of runs; directories without a spec are passed over.
+        runs: the directory of the runs; directories without a spec are skipped.
 
     Returns:
-        One table, with what a run's own claim says beside it, and the test errors along training. Runs that are not
-        finished count as missing.
+        One table, with a run's own claim next to it, and the test error over training. Unfinished runs count as
+        missing.
 
     Raises:
-        RunError: there is no run in the folder.
+        RunError: there is no run in the directory.
     """
     names = sorted(path.parent.name for path in runs.glob("*/spec.json"))
     if not names:
-        raise RunError(f"There are no runs in {runs}: it has no folders with a spec.json. Choose one with --runs.")
+        raise RunError(
+            f"There are no runs in {runs}: no directory in it has a spec.json. Choose another one with --runs."
+        )
     records = [read_run(name, runs) for name in names]
     groups = _by_experiment(records)
     varied = _varied_settings(groups)
@@ -64,14 +65,14 @@ def describe_runs(runs: Path) -> Findings:
     rows: list[list[str | Cell]] = [
         [group.name, *_values(group, varied), *(_cell(group, metric) for metric in metrics)] for group in groups
     ]
-    header = ["experiment", *_short(varied), *(COLUMNS[metric] for metric in metrics)]
+    header = ["experiment", *_short(varied), *(ERRORS[metric] for metric in metrics)]
     return Findings(
         item="runs",
         scale="as run",
-        title=f"{plural(len(groups), 'experiment')} in one folder",
-        source="No item of a paper",
-        about_scale=f"{plural(len(records), 'run')} as they are in the folder, by experiment. Nothing is tested here, "
-        "and no claim of a paper is judged: settings and scale are those of the specs in the list of runs.",
+        title=f"{plural(len(groups), 'experiment')}",
+        source="Runs of one directory",
+        about_scale=f"{plural(len(records), 'run')}, grouped by experiment. Nothing is tested here: the settings are "
+        "those in the list of runs.",
         tables=[Table(title="Errors after the last epoch", columns=header, rows=rows)] if rows else [],
         figures=_curves(groups, varied),
         notes=[
@@ -91,7 +92,7 @@ def _by_experiment(records: Sequence[RunRecord]) -> list[_Group]:
 
 
 def _varied_settings(groups: Sequence[_Group]) -> list[str]:
-    """Return the settings in which experiments differ, and the epochs always; labels change no run."""
+    """Return the settings in which experiments differ, and always the epochs; labels do not change a run."""
     found: dict[str, set[str]] = {}
     for group in groups:
         for name, value in group.settings.items():
@@ -128,9 +129,7 @@ def _values(group: _Group, varied: Sequence[str]) -> list[str]:
 
 def _cell(group: _Group, metric: str) -> Cell:
     found = {record.name: value for record in group.finished if (value := record.error(metric)) is not None}
-    counts = {
-        state: sum(record.state == state for record in group.records) for state in ("came to nothing", "not finished")
-    }
+    counts = {state: sum(record.state == state for record in group.records) for state in ("failed", "not finished")}
     return Cell(
         claimed=_claimed(group.experiment, metric),
         measured=mean_and_interval(list(found.values())) if found else None,
@@ -172,7 +171,7 @@ def _curves(groups: Sequence[_Group], varied: Sequence[str]) -> list[LineFigure]
     note = "Mean over seeds and its 95 % confidence interval."
     return [
         LineFigure(
-            title="Test error along training",
+            title="Test error over training",
             x_label="epoch",
             y_label="test error, %",
             series=series,

@@ -2,7 +2,6 @@
 
 import math
 
-from flatmin.lab.studies.findings import Cell, Comparison, Table
 from flatmin.lab.studies.statistics import Interval
 
 MINUS, TIMES, NOTHING = "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}", "\N{EN DASH}"
@@ -45,55 +44,20 @@ def number_text(value: float | None, unit: str = "%") -> str:
     return _with_minus(f"{value:.2f}" if unit == "%" and math.isfinite(value) else f"{value:.4g}")
 
 
-def time_text(seconds: float) -> str:
-    """Return a time for people.
-
-    Example:
-        >>> time_text(8.24), time_text(83.0), time_text(7384.0)
-        ('8.2 s', '1 min 23 s', '2 h 3 min')
-    """
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
-
-
 def difference_unit(unit: str) -> str:
     """Return the unit of a difference: of percentages it is points."""
     return "points" if unit == "%" else unit
 
 
-def num_replicas(cell: Cell) -> int:
-    """Return how many replicas a cell's mean is over."""
-    return len(cell.values) or len(cell.runs)
+def signed(text: str) -> str:
+    """Return a difference with its sign.
 
-
-def common_unit(table: Table) -> str | None:
-    """Return the unit of every number that was measured, where there is one: it is said once, in the caption."""
-    units = {
-        entry.unit
-        for row in table.rows
-        for entry in row
-        if isinstance(entry, Comparison) or (isinstance(entry, Cell) and entry.measured is not None)
-    }
-    return units.pop() if len(units) == 1 else None
-
-
-def measured_text(cell: Cell, *, with_unit: bool) -> str:
-    """Return what was measured, in words of a table's cell."""
-    if cell.measured is None:
-        return NOTHING
-    text = interval_text(cell.measured, cell.unit)
-    return f"{text} {cell.unit}" if with_unit and cell.unit else text
-
-
-def comparison_text(comparison: Comparison, *, with_unit: bool) -> str:
-    """Return the difference of a comparison; p-values are for the caller."""
-    text = interval_text(comparison.difference, comparison.unit)
-    if comparison.difference.mean > 0 and not text.startswith("0"):
-        text = f"+{text}"
-    unit = difference_unit(comparison.unit)
-    return f"{text} {unit}" if with_unit and unit else text
+    Example:
+        >>> signed("1.3 ± 0.4"), signed("0.0 ± 0.4")
+        ('+1.3 ± 0.4', '0.0 ± 0.4')
+    """
+    first = text.partition(" ")[0]
+    return f"+{text}" if first[0].isdigit() and first.strip("0.") else text
 
 
 def plural(count: int, noun: str) -> str:

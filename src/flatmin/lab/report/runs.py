@@ -1,6 +1,6 @@
-"""What the directories of runs say of them: results, problems, where and with what they ran.
+"""What the directories of runs say: results, failures, where and with what they ran.
 
-A report must also be possible where runs are half there, so nothing here raises over what a file holds.
+A report must be possible even if some runs are incomplete, so nothing here raises over the content of a file.
 """
 
 import json
@@ -10,43 +10,45 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from flatmin.lab.errors import SpecError
+from flatmin.lab.errors import RunError
 from flatmin.lab.report.numbers import NOTHING, TIMES
-from flatmin.lab.runs.directory import PACKAGES
+from flatmin.lab.runs.directory import PACKAGES, is_finished, read_result, read_sessions, read_spec
 from flatmin.lab.spec.experiment import Experiment
+from flatmin.lab.spec.fields import plain
 from flatmin.lab.studies.findings import Cell, Comparison, Findings
 from flatmin.lab.sweeps.jobs import PROBLEM_FILE
 
-State = Literal["finished", "came to nothing", "not finished", "not there", "not readable"]
-ERRORS = ("train_error", "valid_error", "test_error")
+State = Literal["finished", "failed", "not finished", "missing", "not readable"]
+ERRORS = {"train_error": "train error", "valid_error": "validation error", "test_error": "test error"}
 _WORD = r"""[^\s/\\'",;:()<>]+"""
 _ABSOLUTE = re.compile(rf"""(?<![\w./\\])(?:[A-Za-z]:[\\/]|~?/)(?:{_WORD}[\\/])+({_WORD})""")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """One run, as its files tell it."""
+    """One run, as its files describe it."""
 
     name: str
     state: State
     reason: str = ""
-    """Why it came to nothing or cannot be read."""
-    spec: dict[str, Any] = field(default_factory=dict)
+    """Why it failed or cannot be read."""
     experiment: Experiment | None = None
     seed: int | None = None
     history: Sequence[dict[str, Any]] = ()
-    time_seconds: float | None = None
-    sessions: Sequence[dict[str, Any]] = ()
+    time_seconds: float = 0.0
+    sessions: Sequence[dict[str, Any]] = field(default=())
 
     @property
     def complete(self) -> bool:
         """Whether there is nothing left to wait for."""
-        return self.state in ("finished", "came to nothing")
+        return self.state in ("finished", "failed")
 
     @property
-    def epochs(self) -> int | None:
-        """How many epochs it was to train."""
-        return self.experiment.epochs if self.experiment is not None else None
+    def settings(self) -> dict[str, Any]:
+        """The settings that differ from the defaults, without absolute paths."""
+        spec = {} if self.experiment is None else plain(self.experiment, leave_defaults_out=True)
+        shown: dict[str, Any] = without_paths({name: value for name, value in spec.items() if value != {}})
+        return shown
 
     def error(self, metric: str) -> float | None:
         """Return an error after the last epoch in %, or None where it was not measured."""
@@ -54,46 +56,29 @@ class RunRecord:
         return None if value is None else 100 * float(value)
 
     @property
-    def hardware(self) -> str:
-        """The processors of its last session."""
-        session = self._session
+    def environment(self) -> list[str]:
+        """Hardware, cores and threads, precision, version of torch and commit of the last session."""
+        session: dict[str, Any] = self.sessions[-1] if self.sessions else {}
         gpus: list[str] = session.get("gpus") or []
-        counted = [f"{gpus.count(gpu)} {TIMES} {gpu}" for gpu in dict.fromkeys(gpus)]
-        return ", ".join([*counted, str(session["cpu"])]) if session.get("cpu") else ", ".join(counted) or NOTHING
-
-    @property
-    def cores_and_threads(self) -> str:
-        """How many cores the machine had, and how many threads the run used."""
-        session = self._session
-        return f"{session.get('num_cores', NOTHING)} / {session.get('num_threads', NOTHING)}" if session else NOTHING
-
-    @property
-    def precision(self) -> str:
-        """The precision that was really used, "auto" resolved."""
-        return str(self._session.get("precision") or NOTHING)
-
-    @property
-    def versions(self) -> str:
-        """The version of torch; `session_text` has the others."""
-        return f"torch {self._session['torch']}" if self._session.get("torch") else NOTHING
-
-    @property
-    def commit(self) -> str:
-        """The commit of flatmin in brief; with a + where files differed from it."""
-        commit = self._session.get("commit")
-        return commit[:10] + ("+" if commit.endswith("+") else "") if commit else NOTHING
-
-    @property
-    def _session(self) -> dict[str, Any]:
-        return self.sessions[-1] if self.sessions else {}
+        hardware = [f"{gpus.count(gpu)} {TIMES} {gpu}" for gpu in dict.fromkeys(gpus)]
+        hardware += [str(session["cpu"])] if session.get("cpu") else []
+        commit = str(session.get("commit") or "")
+        facts = [
+            ", ".join(hardware),
+            f"{session.get('num_cores', NOTHING)} / {session.get('num_threads', NOTHING)}" if session else "",
+            str(session.get("precision") or ""),  # the one that was used, "auto" resolved
+            f"torch {session['torch']}" if session.get("torch") else "",
+            commit[:10] + ("+" if commit.endswith("+") else ""),
+        ]
+        return [fact or NOTHING for fact in facts]
 
 
 def session_text(session: dict[str, Any]) -> str:
     """Return where and with what a session of a run took place, in one line, without any path."""
-    known = ("flatmin", "python", *PACKAGES)
+    known = ("flatmin", "python", "torch", *PACKAGES)
     versions = ", ".join(f"{name} {session[name]}" for name in known if session.get(name))
     parts = [
-        f"begun {session['started']}" if session.get("started") else "",
+        f"started {session['started']}" if session.get("started") else "",
         str(session.get("platform") or ""),
         f"{session['num_workers']} workers" if session.get("num_workers", 1) != 1 else "",
         f"commit {session['commit']}" if session.get("commit") else "",
@@ -103,27 +88,25 @@ def session_text(session: dict[str, Any]) -> str:
 
 
 def read_run(name: str, runs: Path) -> RunRecord:
-    """Return what a folder of runs knows of one of them."""
+    """Return what the directory of a run says."""
     path = runs / name
-    # A name is that of a directory in the folder: anything else would read files elsewhere.
+    # A name is that of a directory in `runs`: anything else would read files elsewhere.
     if Path(name).name != name or name in ("", "..") or not path.is_dir():
-        return RunRecord(name=name, state="not there")
-    facts: dict[str, Any] = {"name": name, "seed": _seed(name)}
+        return RunRecord(name=name, state="missing")
+    found = re.search(r"-seed(\d+)$", name)  # a run that failed has no result with its seed
+    facts: dict[str, Any] = {"name": name, "seed": int(found.group(1)) if found else None}
     try:
-        text = _read(path / "spec.json")
-        if text is not None:
-            facts["spec"] = without_paths(json.loads(text))
-            facts["experiment"] = Experiment.from_json(text)
-        facts["sessions"] = (_json(path / "environment.json") or {}).get("sessions", ())
-        problem, result = _json(path / PROBLEM_FILE), _json(path / "result.json")
-        if result is not None:
-            facts |= {name: result[name] for name in ("seed", "history", "time_seconds")}
-        if problem is not None:
-            return RunRecord(**facts, state="came to nothing", reason=without_paths(str(problem["problem"])))
-        return RunRecord(**facts, state="not finished" if result is None else "finished")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SpecError) as error:
-        reason = without_paths(f"{type(error).__name__}: {error}")
-        return RunRecord(name=name, seed=_seed(name), state="not readable", reason=reason)
+        facts["experiment"] = read_spec(path) if (path / "spec.json").exists() else None
+        facts["sessions"] = read_sessions(path)
+        if is_finished(path):
+            result = read_result(path)
+            facts |= {"seed": result.seed, "history": result.history, "time_seconds": result.time_seconds}
+        if (path / PROBLEM_FILE).exists():
+            problem = json.loads((path / PROBLEM_FILE).read_bytes())["problem"]
+            return RunRecord(**facts, state="failed", reason=without_paths(str(problem)))
+        return RunRecord(**facts, state="finished" if is_finished(path) else "not finished")
+    except (OSError, ValueError, KeyError, TypeError, RunError) as error:
+        return RunRecord(**facts, state="not readable", reason=without_paths(str(error)))
 
 
 def read_runs(findings: Sequence[Findings], runs: Path) -> dict[str, RunRecord]:
@@ -142,18 +125,21 @@ def named_runs(findings: Findings) -> Iterator[str]:
                     yield from entry.runs
     for figure in findings.figures:
         yield from figure.runs
+    for verdict in findings.verdicts:
+        for comparison in verdict.comparisons:
+            yield from comparison.runs
 
 
 def num_missing(findings: Findings, records: dict[str, RunRecord]) -> int:
-    """Return how many runs are wanting: those the study counted, or those it names that have no result, if more."""
-    wanting = {name for name in named_runs(findings) if not records[name].complete}
-    return max(findings.num_missing, len(wanting))
+    """Return how many runs are missing: those the study counted, or those it names that have no result, if more."""
+    missing = {name for name in named_runs(findings) if not records[name].complete}
+    return max(findings.num_missing, len(missing))
 
 
 def without_paths(value: Any) -> Any:
     """Return JSON's objects or a text with every absolute path cut down to its last name.
 
-    A page is published; where files lay on somebody's machine is not part of an experiment.
+    A page is published; where files are on somebody's machine is not part of an experiment.
 
     Example:
         >>> without_paths("cannot write /home/ada/runs/x.json: folder:/data/birds, timm/x")
@@ -166,18 +152,3 @@ def without_paths(value: Any) -> Any:
     if isinstance(value, str):
         return _ABSOLUTE.sub(r"…/\1", value)
     return value
-
-
-def _read(path: Path) -> str | None:
-    return path.read_text() if path.exists() else None
-
-
-def _json(path: Path) -> Any:
-    text = _read(path)
-    return None if text is None else json.loads(text)
-
-
-def _seed(name: str) -> int | None:
-    # A run that came to nothing has no result to say it.
-    found = re.search(r"-seed(\d+)$", name)
-    return int(found.group(1)) if found else None

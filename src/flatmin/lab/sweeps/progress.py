@@ -112,7 +112,7 @@ class SweepProgress:
             table.add_section()
             table.add_row(f"all {len(self.groups)} experiments", *self._counts(list(self.jobs), brief=True))
         seconds = self.seconds_left()
-        left = "time left: not known yet" if seconds is None else f"time left: about {_duration(seconds)}"
+        left = "time left: not known yet" if seconds is None else f"time left: about {time_text(seconds)}"
         return Group(table, Text(left))
 
     def _title(self, name: str) -> str:
@@ -132,17 +132,17 @@ class SweepProgress:
             return "done"
         errors = [(key.removesuffix("_error"), result.metrics.get(key)) for key in ("valid_error", "test_error")]
         shown = [f"{key} error {100 * value:.2f} %" for key, value in errors if value is not None]
-        return ", ".join([*shown, f"{result.time_seconds:.0f} s"])
+        return ", ".join([*shown, time_text(result.time_seconds)])
 
 
-def _duration(seconds: float) -> str:
-    """Return a time for people.
+def time_text(seconds: float) -> str:
+    """Return a duration, human-readable.
 
     Example:
-        >>> _duration(42.0), _duration(4000.0)
-        ('42 s', '1 h 07 min')
+        >>> time_text(8.24), time_text(83.0), time_text(7384.0)
+        ('8.2 s', '1 min 23 s', '2 h 3 min')
     """
-    minutes = round(seconds / 60)
-    if minutes < 2:
-        return f"{seconds:.0f} s"
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+    if round(seconds, 1) < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

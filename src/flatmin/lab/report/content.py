@@ -1,0 +1,262 @@
+"""What a report says, as text and numbers: one set of data for the page and for its Markdown twin."""
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, get_args
+
+from flatmin.lab.report.figures import ForestFigure, inline_svg, standalone_svg, svg, x_text, y_text
+from flatmin.lab.report.numbers import NOTHING, number_text, plural
+from flatmin.lab.report.runs import ERRORS, RunRecord, named_runs, num_missing, session_text
+from flatmin.lab.report.tables import effect_text, shown_table
+from flatmin.lab.studies.findings import (
+    Cell,
+    Comparison,
+    Findings,
+    LineFigure,
+    SurfaceFigure,
+    Verdict,
+    VerdictStatus,
+)
+from flatmin.lab.studies.statistics import SIGNIFICANT, Interval, p_text
+from flatmin.lab.sweeps.progress import time_text
+
+MOST_CHARACTERS = 60
+"""Of a file's name: some file systems take no more than 143."""
+MOST_POINTS = 150
+"""A figure with more points is not repeated as a table: nobody would read it."""
+RUN_COLUMNS = (
+    *("run", "seed", "epochs", *(f"{name}, %" for name in ERRORS.values()), "time", "hardware"),
+    *("cores / threads", "precision", "versions", "commit"),
+)
+HOW_TO_READ = (
+    "A measured value is the mean over n replicas (same settings, different seeds) ± half of its 95 % confidence "
+    "interval (Student's t). A single replica has no interval. The paper's numbers are quoted as printed.",
+    "A comparison is the mean difference between runs with the same seed, with its 95 % interval, the p-value of the "
+    "two-sided paired t-test, and that p-value after Holm's correction for all comparisons of the table (Holm, 1979), "
+    f'bold if it is below {SIGNIFICANT:g}. "No test" means fewer than two pairs, or the same difference in every pair. '
+    '"Inconclusive" does not mean that there is no difference.',
+    "In the overview, an effect in % is the difference divided by the baseline's mean, which is taken as exact. The "
+    "cost of a claim is the training time of the runs behind it; a run behind several claims counts for each of them.",
+    "Every number comes from the files of a run. Click a number with a dotted underline to see its runs; each of them "
+    "links to its row in the list of runs.",
+)
+
+
+def report_content(findings: Sequence[Findings], records: dict[str, RunRecord], title: str) -> dict[str, Any]:
+    """Return all that the templates show.
+
+    Args:
+        findings: what studies found, in the order in which it is shown.
+        records: every run that the findings name, by name.
+        title: the title of the page.
+    """
+    anchors = [f"item-{number}-{slug(one.item)}" for number, one in enumerate(findings, 1)]
+    counts = Counter(verdict.status for one in findings for verdict in one.verdicts)
+    return {
+        "title": title,
+        "about": about_runs(findings, records),
+        "alarm": alarm(findings, records),
+        "tally": [(status, counts[status]) for status in get_args(VerdictStatus) if counts[status]],
+        "overview": _overview(findings, anchors, records),
+        "items": [
+            _item(number, one, anchor, records, len(findings) > 1)
+            for number, (one, anchor) in enumerate(zip(findings, anchors, strict=True), 1)
+        ],
+        "run_columns": RUN_COLUMNS,
+        "runs": [_run(record) for record in records.values()],
+        "run_anchors": run_anchors(records),
+        "total_time": time_text(sum(record.time_seconds for record in records.values())),
+        "how_to_read": HOW_TO_READ,
+    }
+
+
+def about_runs(findings: Sequence[Findings], records: dict[str, RunRecord]) -> str:
+    """Return what the report covers, in numbers."""
+    states = Counter(record.state for record in records.values())
+    total = sum(record.time_seconds for record in records.values())
+    scales = ", ".join(dict.fromkeys(one.scale for one in findings))
+    text = f"{plural(len(findings), 'item')} at scale {scales}, from {plural(states['finished'], 'finished run')}"
+    if total:
+        text += f" ({time_text(total)} of training)"
+    entries = [entry for one in findings for table in one.tables for row in table.rows for entry in row]
+    if any(isinstance(entry, Cell) and entry.claimed is not None for entry in entries):
+        text += ". The paper's numbers are next to the measured ones"
+    return f"{text}. Every number links to the runs behind it."
+
+
+def alarm(findings: Sequence[Findings], records: dict[str, RunRecord]) -> list[str]:
+    """Return what is missing in the whole report: a headline and a line for each item, or nothing."""
+    missing = {one.title: " ".join(lines) for one in findings if (lines := item_alarm(one, records))}
+    lines = [f"{title}: {text}" for title, text in missing.items()] if len(findings) > 1 else list(missing.values())
+    if not lines:
+        return []
+    if any(num_missing(one, records) for one in findings):
+        return ["Runs are missing: this report is incomplete.", *lines]
+    return ["Some runs failed.", *lines]
+
+
+def item_alarm(findings: Findings, records: dict[str, RunRecord]) -> list[str]:
+    """Return what is missing in one item: runs that do not exist yet, and runs that failed."""
+    lines = []
+    missing = num_missing(findings, records)
+    if missing:
+        lines.append(missing_text(missing, " of this item"))
+    failed = sum(records[name].state == "failed" for name in set(named_runs(findings)))
+    if failed:
+        lines.append(f"{plural(failed, 'run')} failed; the list of runs says why.")
+    return lines
+
+
+def missing_text(count: int, of_what: str = "") -> str:
+    """Return that runs are missing.
+
+    Example:
+        >>> missing_text(1), missing_text(2, " of this item")
+        ('1 run is missing.', '2 runs of this item are missing.')
+    """
+    return f"{plural(count, 'run')}{of_what} {'is' if count == 1 else 'are'} missing."
+
+
+def setting_text(value: Any) -> str:
+    """Return a hyperparameter's value as text."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, list | tuple):
+        return ", ".join(setting_text(inner) for inner in value)
+    return str(value)
+
+
+def slug(text: str) -> str:
+    """Return a text as a part of a file's name or an anchor.
+
+    Example:
+        >>> slug("Test error, over rho")
+        'test-error-over-rho'
+    """
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:MOST_CHARACTERS].strip("-") or "item"
+
+
+def run_anchors(names: Iterable[str]) -> dict[str, str]:
+    """Return the anchor of each run's row: equal for equal names on every page, different for different ones."""
+    anchors: dict[str, str] = {}
+    for name in dict.fromkeys(names):
+        plain = anchor = "run-" + re.sub(r"[^A-Za-z0-9._-]", "_", name)
+        number = 2
+        while anchor in anchors.values():
+            anchor, number = f"{plain}-{number}", number + 1
+        anchors[name] = anchor
+    return anchors
+
+
+def _overview(findings: Sequence[Findings], anchors: Sequence[str], records: dict[str, RunRecord]) -> dict[str, Any]:
+    """Return all claims at once, as rows of a table and as a forest plot; the numbers of the rows are on both."""
+    rows: list[dict[str, Any]] = []
+    forest = []
+    claims = [(one, anchor, verdict) for one, anchor in zip(findings, anchors, strict=True) for verdict in one.verdicts]
+    for number, (one, anchor, verdict) in enumerate(claims, 1):
+        relative = [relative_effect(comparison) for comparison in verdict.comparisons]
+        rows.append(
+            {
+                "number": number,
+                "item": one.item,
+                "anchor": anchor,
+                "claim": verdict.claim,
+                "status": verdict.status,
+                "effects": [_effect(c, r) for c, r in zip(verdict.comparisons, relative, strict=True)],
+                "cost": time_text(_cost(one, verdict, records)),
+            }
+        )
+        for comparison, effect in zip(verdict.comparisons, relative, strict=True):
+            if effect is not None:
+                several = f" ({comparison.quantity})" if len(verdict.comparisons) > 1 else ""
+                forest.append((f"{number}. {one.item}: {verdict.claim}{several}", verdict.status, effect))
+    title = "Effect of each claim, with its 95 % interval"
+    picture = _pictures(ForestFigure(title, forest), "figures/overview.svg") if forest else None
+    all_drawn = all(row["effects"] and all(effect["relative"] for effect in row["effects"]) for row in rows)
+    return {"rows": rows, "title": title, "picture": picture, "all_drawn": all_drawn}
+
+
+def relative_effect(comparison: Comparison) -> Interval | None:
+    """Return a difference in % of the baseline's mean, or None without a baseline."""
+    if not math.isfinite(comparison.baseline) or comparison.baseline == 0:
+        return None
+    factor = 100 / abs(comparison.baseline)
+    return Interval(factor * comparison.difference.mean, factor * comparison.difference.half_width)
+
+
+def _effect(comparison: Comparison, relative: Interval | None) -> dict[str, Any]:
+    return {
+        "text": effect_text(comparison),
+        "quantity": comparison.quantity,
+        "name": comparison.name,
+        "relative": "" if relative is None else f"{relative.mean:+.0f} %".replace("-", "\N{MINUS SIGN}"),
+        "n": comparison.num_pairs,
+        "p": p_text(comparison.p_holm),
+    }
+
+
+def _cost(findings: Findings, verdict: Verdict, records: dict[str, RunRecord]) -> float:
+    runs = {run for comparison in verdict.comparisons for run in comparison.runs} or set(findings.runs)
+    return sum(records[run].time_seconds for run in runs)
+
+
+def _item(
+    number: int, findings: Findings, anchor: str, records: dict[str, RunRecord], repeat_alarm: bool
+) -> dict[str, Any]:
+    return {
+        "anchor": anchor,
+        "findings": findings,
+        "alarm": " ".join(item_alarm(findings, records)) if repeat_alarm else "",
+        "tables": [shown_table(table) for table in findings.tables],
+        "figures": [_figure(f"{number}-{index}", findings.item, f) for index, f in enumerate(findings.figures, 1)],
+        "hyperparameters": [(h.name, setting_text(h.value), h.source, h.note) for h in findings.hyperparameters],
+    }
+
+
+def _figure(number: str, item: str, figure: LineFigure | SurfaceFigure) -> dict[str, Any]:
+    numbers = None
+    if isinstance(figure, LineFigure) and sum(len(series.x) for series in figure.series) <= MOST_POINTS:
+        named = any(series.hover for series in figure.series)
+        rows = [
+            (
+                series.name,
+                x_text(figure, x),
+                y_text(figure, series, index),
+                *([series.hover[index] if series.hover else ""] if named else []),
+            )
+            for series in figure.series
+            for index, x in enumerate(series.x)
+        ]
+        numbers = (("series", figure.x_label, figure.y_label, *(("point",) if named else ())), rows)
+    file = f"figures/{number}-{slug(item)}-{slug(figure.title)}.svg"
+    wide = isinstance(figure, SurfaceFigure)
+    return {"figure": figure, "wide": wide, "numbers": numbers, "picture": _pictures(figure, file)}
+
+
+def _pictures(figure: LineFigure | SurfaceFigure | ForestFigure, file: str) -> dict[str, str]:
+    drawn = svg(figure)
+    name = slug(file.removesuffix(".svg"))
+    return {"file": file, "inline": inline_svg(drawn, figure.title, name), "content": standalone_svg(drawn)}
+
+
+def _run(record: RunRecord) -> dict[str, Any]:
+    done = record.state == "finished"
+    return {
+        "name": record.name,
+        "state": record.state,
+        "reason": record.reason,
+        "sessions": [session_text(session) for session in record.sessions],
+        "settings": json.dumps(record.settings, indent=1, ensure_ascii=False) if record.settings else "",
+        "numbers": [
+            NOTHING if record.seed is None else str(record.seed),
+            NOTHING if record.experiment is None else str(record.experiment.epochs),
+        ],
+        "results": [
+            *(number_text(record.error(metric) if done else None) for metric in ERRORS),
+            time_text(record.time_seconds) if done else NOTHING,
+        ],
+        "environment": record.environment,
+    }
