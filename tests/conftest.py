@@ -5,7 +5,7 @@ import urllib.error
 import pytest
 import torch
 
-from two_processes import TwoProcesses
+from two_processes import WorkerProcesses
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -17,7 +17,15 @@ def one_thread():
 @pytest.fixture(scope="session")
 def two_processes():
     """Two processes of a gloo group that run functions side by side, started once."""
-    processes = TwoProcesses()
+    processes = WorkerProcesses(2)
+    yield processes
+    processes.close()
+
+
+@pytest.fixture(scope="module")
+def four_processes():
+    """Four of them, for meshes of 2 x 2."""
+    processes = WorkerProcesses(4)
     yield processes
     processes.close()
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from two_processes import TwoProcesses
+from two_processes import WorkerProcesses
 
 
 def test_a_pair_that_failed_can_be_closed_and_used_again():
-    pair = TwoProcesses()
+    pair = WorkerProcesses(2)
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
         pair.run(divmod, 0)  # divmod(rank, 0)
     pair.close()

@@ -1,4 +1,4 @@
-"""Two worker processes in one gloo group, which run a function of `(rank, *args)` on both at once."""
+"""Worker processes in one gloo group, which run a function of `(rank, *args)` all at once."""
 
 import contextlib
 import tempfile
@@ -9,13 +9,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-WORLD = 2
 PATIENCE_SECONDS = 300  # until a deadlock is called one
 
 
-def _serve(rank, rendezvous, pipe):
+def _serve(rank, world, rendezvous, pipe):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
     while (message := pipe.recv()) is not None:
         function, args = message
         try:
@@ -25,17 +24,17 @@ def _serve(rank, rendezvous, pipe):
     dist.destroy_process_group()
 
 
-class TwoProcesses:
-    def __init__(self):
-        self._pipes, self._processes = [], []
+class WorkerProcesses:
+    def __init__(self, world):
+        self._world, self._pipes, self._processes = world, [], []
 
     def _start(self):
         context = mp.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
-        for rank in range(WORLD):
+        for rank in range(self._world):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, Path(self._folder.name) / "rendezvous", theirs), daemon=True
+                target=_serve, args=(rank, self._world, Path(self._folder.name) / "rendezvous", theirs), daemon=True
             )
             process.start()
             self._pipes.append(ours)
@@ -55,7 +54,7 @@ class TwoProcesses:
             status, result = pipe.recv()
             results.append(result)
             if status == "error":
-                self.close()  # the other one may wait forever
+                self.close()  # the others may wait forever
                 raise RuntimeError(f"rank {rank}:\n{result}")
         return results
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -446,3 +447,12 @@ def test_a_pipeline_of_files_yields_every_batch_in_order_and_evaluates_in_small_
     tested = list(pipeline.evaluation(dataset.test))
     assert [len(b.examples) for b in tested] == [4, 4, 2]
     assert np.concatenate([b.labels.numpy() for b in tested]).tolist() == [0] * 5 + [1] * 5
+
+
+def test_decoding_threads_are_divided_among_the_workers_of_a_host(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 12)
+    assert datasets_module._decoding_threads() == 12
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert datasets_module._decoding_threads() == 3
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
+    assert datasets_module._decoding_threads() == 1

@@ -1,10 +1,12 @@
 """Order, division among workers, and what a batch holds."""
 
+import threading
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatmin.lab.data.datasets import load_dataset
 from flatmin.lab.data.images import MemoryImages
@@ -139,3 +141,43 @@ def test_even_cuts_differ_by_at_most_one():
             sizes = np.diff(even_cuts(size, parts))
             assert sizes.sum() == size
             assert sizes.max() - sizes.min() <= 1
+
+
+class CountCopies(TorchDispatchMode):
+    """Counts copies from the host to a device."""
+
+    def __init__(self):
+        super().__init__()
+        self.copies = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        if function.overloadpacket.__name__ == "_to_copy" and args[0].device.type == "cpu" != result.device.type:
+            self.copies += 1
+        return result
+
+
+def test_a_device_gets_few_copies_per_batch():
+    """Pixels, two sets of labels, the places of the crop and those of Cutout: not one copy for each random number."""
+    data = Data(train_size=40, batch_size=20, augment="cutout")
+    images, pipeline = load_dataset(data).train, replace(a_pipeline(data), device=torch.device("meta"))
+    examples = epoch_batches(40, data, 0, 0)[0]
+    pipeline._training_batch(images, 0, 0, examples)  # mean and standard deviation are copied once
+    with CountCopies() as count:
+        pipeline._training_batch(images, 0, 0, examples)
+    assert count.copies == 5
+
+
+@pytest.mark.parametrize(("device", "is_ahead"), [("cpu", False), ("meta", True)])
+def test_batches_for_a_device_are_prepared_ahead(device, is_ahead, monkeypatch):
+    data = Data(train_size=60, batch_size=20, augment="basic")
+    images, pipeline = load_dataset(data).train, replace(a_pipeline(data), device=torch.device(device))
+    prepare, threads = Pipeline._training_batch, []
+
+    def recorded(self, *arguments):
+        threads.append(threading.current_thread().name)
+        return prepare(self, *arguments)
+
+    monkeypatch.setattr(Pipeline, "_training_batch", recorded)
+    assert [batch.number for batch in pipeline.training(images, 0)] == [0, 1, 2]
+    assert all(name.startswith("prefetch") == is_ahead for name in threads)

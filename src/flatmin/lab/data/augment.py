@@ -6,6 +6,7 @@ images.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -33,9 +34,18 @@ class Draw:
         """Return an integer in [0, below) for each image."""
         return torch.from_numpy(integers(below, self.seed, purpose, self.epoch, *keys, self.examples))
 
+    def on_device(self, device: torch.device, *wanted: tuple[int, Purpose]) -> list[Tensor]:
+        """Return several times an integer in [0, below) for each image, given (below, purpose), with one copy."""
+        return list(to_device(torch.stack([self.integers(below, purpose) for below, purpose in wanted]), device))
+
     def uniform(self, purpose: Purpose, *keys: int) -> Tensor:
         """Return a number in [0, 1) for each image, float64."""
         return torch.from_numpy(uniform(self.seed, purpose, self.epoch, *keys, self.examples))
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor of the host to a device; to a GPU from pinned memory, so that the host need not wait."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def flip_and_crop(images: Tensor, draw: Draw, padding: int = PADDING) -> Tensor:
@@ -44,10 +54,11 @@ def flip_and_crop(images: Tensor, draw: Draw, padding: int = PADDING) -> Tensor:
     This is the paper's basic augmentation (Section 3.1).
     """
     height, width = images.shape[-2:]
-    flips = draw.integers(2, Purpose.FLIP).bool().to(images.device)
-    rows = draw.integers(2 * padding + 1, Purpose.CROP_ROW).to(images.device)
-    columns = draw.integers(2 * padding + 1, Purpose.CROP_COLUMN).to(images.device)
-    flipped = torch.where(flips[:, None, None, None], images.flip(-1), images)
+    places = 2 * padding + 1
+    flips, rows, columns = draw.on_device(
+        images.device, (2, Purpose.FLIP), (places, Purpose.CROP_ROW), (places, Purpose.CROP_COLUMN)
+    )
+    flipped = torch.where(flips.bool()[:, None, None, None], images.flip(-1), images)
     padded = F.pad(flipped, (padding,) * 4)
     # All windows of all images as a view (N, C, 2p + 1, 2p + 1, H, W); one of each is copied.
     windows = padded.unfold(2, height, 1).unfold(3, width, 1)
@@ -56,10 +67,15 @@ def flip_and_crop(images: Tensor, draw: Draw, padding: int = PADDING) -> Tensor:
 
 def normalize(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
     """Return uint8 images as float32 with (x / 255 - mean) / std in each channel, channels-last in memory."""
+    scale, shift = _scale_and_shift(mean, std, images.device)
+    return images.contiguous(memory_format=torch.channels_last).float().mul_(scale).add_(shift)
+
+
+@lru_cache(maxsize=8)
+def _scale_and_shift(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     scale = 1 / (255 * torch.tensor(std, dtype=torch.float64))
     shift = -torch.tensor(mean, dtype=torch.float64) / torch.tensor(std, dtype=torch.float64)
-    scale, shift = (t.float().to(images.device)[:, None, None] for t in (scale, shift))
-    return images.contiguous(memory_format=torch.channels_last).float().mul_(scale).add_(shift)
+    return scale.float().to(device)[:, None, None], shift.float().to(device)[:, None, None]
 
 
 def cutout(images: Tensor, draw: Draw, size: int, *, shared: bool = False) -> Tensor:
@@ -77,13 +93,14 @@ def cutout(images: Tensor, draw: Draw, size: int, *, shared: bool = False) -> Te
         ``images``.
     """
     height, width = images.shape[-2:]
-    center_rows = draw.integers(height, Purpose.CUTOUT_ROW)
-    center_columns = draw.integers(width, Purpose.CUTOUT_COLUMN)
+    center_rows, center_columns = draw.on_device(
+        images.device, (height, Purpose.CUTOUT_ROW), (width, Purpose.CUTOUT_COLUMN)
+    )
     if shared:
         center_rows, center_columns = (c[:1].expand(len(images)) for c in (center_rows, center_columns))
     inside_rows = _covered(center_rows, height, size)[:, None, :, None]
     inside_columns = _covered(center_columns, width, size)[:, None, None, :]
-    return images.masked_fill_((inside_rows & inside_columns).to(images.device), 0.0)
+    return images.masked_fill_(inside_rows & inside_columns, 0.0)
 
 
 def resize(images: Tensor, size: int, mode: str = "bilinear") -> Tensor:
@@ -107,5 +124,5 @@ def mixup_weight(alpha: float, seed: int, epoch: int, batch: int) -> float:
 
 def _covered(centers: Tensor, length: int, size: int) -> Tensor:
     # Pixels center - size // 2 .. center - size // 2 + size - 1, as a mask (N, length).
-    offsets = torch.arange(length)[None, :] - (centers[:, None] - size // 2)
+    offsets = torch.arange(length, device=centers.device)[None, :] - (centers[:, None] - size // 2)
     return (offsets >= 0) & (offsets < size)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from flatmin.lab.data.augment import Draw
+from flatmin.lab.data.augment import Draw, to_device
 from flatmin.lab.data.randomness import Purpose
 from flatmin.lab.data.torchvision_operators import torchvision
 
@@ -58,12 +58,14 @@ def auto_augment(images: Tensor, draw: Draw, policy: PolicyName) -> Tensor:
             takes = (chosen == number) & (applied < probability)
             strength = _strength(operation, level, images.shape[-2:])
             for sign in (-1, 1) if operation in SIGNED else (1,):
-                members = takes & (negative == (sign < 0)) if operation in SIGNED else takes
-                if members.any():
-                    groups.setdefault((operation, sign * strength), []).append(members)
-        for (operation, strength), masks in groups.items():
-            index = torch.stack(masks).any(0).nonzero().squeeze(1).to(images.device)
-            images[index] = apply_operation(images[index], operation, strength)
+                mask = takes & (negative == (sign < 0)) if operation in SIGNED else takes
+                if mask.any():
+                    groups.setdefault((operation, sign * strength), []).append(mask)
+        members = [torch.stack(masks).any(0).nonzero().squeeze(1) for masks in groups.values()]
+        if members:
+            everyone = to_device(torch.cat(members), images.device)  # one copy for all groups
+            for (operation, strength), index in zip(groups, everyone.split([len(m) for m in members]), strict=True):
+                images[index] = apply_operation(images[index], operation, strength)
     return images
 
 

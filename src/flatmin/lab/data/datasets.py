@@ -165,7 +165,7 @@ def _read_idx(folder: Path, name: str) -> NDArray[np.uint8]:
 
 
 def _as_files(data: Data, data_root: Path | None, size: int) -> tuple[FileImages, FileImages]:
-    pool = ThreadPoolExecutor(max_workers=os.cpu_count(), thread_name_prefix="decode")
+    pool = ThreadPoolExecutor(max_workers=_decoding_threads(), thread_name_prefix="decode")
     listings = (
         _class_folders(Path(data.name.removeprefix(FOLDER_PREFIX)))
         if data.name.startswith(FOLDER_PREFIX)
@@ -189,6 +189,11 @@ def _as_files(data: Data, data_root: Path | None, size: int) -> tuple[FileImages
         )
 
     return images(listings[0]), images(listings[1])
+
+
+def _decoding_threads() -> int:
+    """Return this worker's share of the host's cores; LOCAL_WORLD_SIZE is torchrun's."""
+    return max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 Listing = list[tuple[Path, int]]

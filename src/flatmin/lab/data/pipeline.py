@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flatmin.lab.data import augment
-from flatmin.lab.data.augment import Draw
+from flatmin.lab.data.augment import Draw, to_device
 from flatmin.lab.data.images import FileImages, Images
 from flatmin.lab.data.randomness import Purpose, permutation
 from flatmin.lab.spec.datasets import DatasetInfo
@@ -79,7 +79,7 @@ class Pipeline:
         """Yield the batches of an epoch, from batch number ``start`` on, shuffled and augmented."""
         batches = epoch_batches(len(images.labels), self.data, self.seed, epoch)
         jobs = [partial(self._training_batch, images, epoch, n, batches[n]) for n in range(start, len(batches))]
-        return _made_ahead(jobs) if isinstance(images, FileImages) else (job() for job in jobs)
+        return self._prepared(images, jobs)
 
     def evaluation(self, images: Images) -> Iterator[Batch]:
         """Yield this worker's part of a set, in order, each example once, without augmentation."""
@@ -89,10 +89,15 @@ class Pipeline:
         size = EVALUATION_BATCH if small else max(1, self.data.batch_size // self.num_workers)
         starts = range(0, len(mine), size)
         jobs = [partial(self._evaluation_batch, images, n, mine[a : a + size]) for n, a in enumerate(starts)]
-        return _made_ahead(jobs) if isinstance(images, FileImages) else (job() for job in jobs)
+        return self._prepared(images, jobs)
+
+    def _prepared(self, images: Images, jobs: Sequence[Callable[[], Batch]]) -> Iterator[Batch]:
+        # On the CPU, batches in memory are ready in no time, and a thread would take a core from the network.
+        ahead = isinstance(images, FileImages) or self.device.type != "cpu"
+        return _made_ahead(jobs) if ahead else (job() for job in jobs)
 
     def _evaluation_batch(self, images: Images, number: int, examples: NDArray[np.int64]) -> Batch:
-        labels = torch.from_numpy(images.labels[examples]).to(self.device)
+        labels = self._labels(images, examples)
         return Batch(
             number=number,
             examples=examples,
@@ -117,28 +122,29 @@ class Pipeline:
             needed, places = np.unique(np.concatenate([own, partners]), return_inverse=True)
         inputs = self._inputs(images, Draw(seed=self.seed, epoch=epoch, examples=needed), augmented=True)
         if weight != 1.0:
-            own_places, partner_places = torch.from_numpy(places.reshape(2, -1)).to(self.device)
+            own_places, partner_places = to_device(torch.from_numpy(places.reshape(2, -1)), self.device)
             inputs = inputs[own_places].mul_(weight).add_(inputs[partner_places], alpha=1 - weight)
         return Batch(
             number=number,
             examples=own,
             inputs=inputs,
-            labels=torch.from_numpy(images.labels[own]).to(self.device),
-            partner_labels=torch.from_numpy(images.labels[partners]).to(self.device),
+            labels=self._labels(images, own),
+            partner_labels=self._labels(images, partners),
             own_weight=weight,
             share=len(own) * self.num_workers / len(examples),
         )
 
+    def _labels(self, images: Images, examples: NDArray[np.int64]) -> Tensor:
+        return to_device(torch.from_numpy(images.labels[examples]), self.device)
+
     def _inputs(self, images: Images, draw: Draw, *, augmented: bool) -> Tensor:
         kind = self.data.augment if augmented else "none"
-        pixels = images.fetch(draw, augment=augmented).to(self.device)
+        pixels = to_device(images.fetch(draw, augment=augmented), self.device)
         svhn_policy = kind == "autoaugment" and self.info.policy == "svhn"
         if kind in ("basic", "cutout", "autoaugment") and not svhn_policy:
             pixels = augment.flip_and_crop(pixels, draw)
         if kind == "autoaugment":
-            from flatmin.lab.data.autoaugment import (
-                auto_augment,
-            )  # needs torchvision, which is slow to import
+            from flatmin.lab.data.autoaugment import auto_augment  # needs torchvision, which is slow to import
 
             pixels = auto_augment(pixels, draw, self.info.policy)
         inputs = augment.normalize(pixels, self.mean, self.std)
@@ -148,7 +154,7 @@ class Pipeline:
 
 
 def _made_ahead(jobs: Sequence[Callable[[], Batch]]) -> Iterator[Batch]:
-    """Yield the batches in order; files of the next one are decoded while the network works on the one before."""
+    """Yield the batches in order; the next one is prepared by a thread while the network works on the one before."""
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch") as ahead:
         future = None
         for job in jobs:
