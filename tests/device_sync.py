@@ -9,8 +9,8 @@ WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero
 class NoDeviceSync(TorchDispatchMode):
     """Raises an error for each operation whose result the host needs, and for copies from the device.
 
-    The CPU stands for a device, so that an `.item()` counts. On the device "meta", which holds no data, nothing could be
-    copied to the host either, but `tolist()` and NumPy are caught as well.
+    The CPU stands for a device, so that an `.item()` counts. The device "meta" holds no data, so that `tolist()` and
+    NumPy fail there as well.
     """
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):

@@ -1,4 +1,4 @@
-"""What each of four processes does in tests/core/test_mesh.py: a mesh of 2 x 2, for HSDP or FSDP2 with tensor parallelism."""
+"""What each of four processes does in tests/core/test_mesh.py, in a mesh of 2 x 2."""
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from fsdp_cases import STEPS, batch, generator_for, loss_of, weights, whole
 
 def make_model():
     torch.manual_seed(0)
-    # The hidden width is even, as tensor parallelism needs it; the last layer has one row, so that some shards are empty.
+    # An even hidden width, as tensor parallelism needs it; the last layer has one row, so that some shards are empty.
     return nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1)).double()
 
 

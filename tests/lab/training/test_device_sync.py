@@ -16,7 +16,7 @@ from flatmin.lab.training.session import Interruption
 META = torch.device("meta")  # holds no data: whoever looks at a value fails
 
 
-class Enough(Exception):
+class EnoughError(Exception):
     """Ends a run without an evaluation."""
 
 
@@ -33,7 +33,7 @@ class FewSteps:
 
     def on_step(self, step, num_examples, measured):
         if step == 3:
-            raise Enough
+            raise EnoughError
 
 
 @pytest.mark.parametrize(
@@ -63,5 +63,5 @@ def test_the_loop_does_not_wait_for_the_device(changes, data, tmp_path, monkeypa
     directory.path.mkdir()
     run = _Run(experiment, 0, directory, Workers(device=META), None)
     run.attention_steps = 1000
-    with NoDeviceSync(), pytest.raises(Enough):
+    with NoDeviceSync(), pytest.raises(EnoughError):
         run.run_epochs(FewSteps(), Interruption(), 60.0)

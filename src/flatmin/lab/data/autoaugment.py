@@ -64,7 +64,9 @@ def auto_augment(images: Tensor, draw: Draw, policy: PolicyName) -> Tensor:
         members = [torch.stack(masks).any(0).nonzero().squeeze(1) for masks in groups.values()]
         if members:
             everyone = to_device(torch.cat(members), images.device)  # one copy for all groups
-            for (operation, strength), index in zip(groups, everyone.split([len(m) for m in members]), strict=True):
+            for (operation, strength), index in zip(
+                groups, torch.split(everyone, [len(m) for m in members]), strict=True
+            ):
                 images[index] = apply_operation(images[index], operation, strength)
     return images
 
