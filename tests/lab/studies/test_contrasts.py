@@ -9,7 +9,7 @@ from scipy import stats
 
 from flatmin.lab.runs.directory import Result
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
-from flatmin.lab.studies.contrasts import Contrast, along_training, comparisons, judge, metric_by_seed, number_cell
+from flatmin.lab.studies.contrasts import Contrast, Family, along_training, metric_by_seed, number_cell
 from flatmin.lab.sweeps.jobs import Job, Measurement, Outcome
 from flatmin.lab.sweeps.runners import RecordingRunner
 
@@ -27,6 +27,10 @@ def with_p(p, sign=-1):
     spread = np.array([-2.0, -1.0, 0.0, 1.0, 2.0])
     shift = sign * stats.t.isf(p / 2, 4) * stats.sem(spread)
     return contrast(dict(enumerate(50 + spread + shift)), dict.fromkeys(range(5), 50.0))
+
+
+def judge(claim, contrasts):
+    return Family(contrasts).judge(claim, contrasts)
 
 
 ONE_PAIR = contrast({0: 1.0}, {0: 2.0})
@@ -75,11 +79,53 @@ def test_a_claim_holds_where_all_its_contrasts_do_after_holms_correction(contras
     assert judge("It is lower.", contrasts).status == held
 
 
+WAITING = contrast({}, {}, num_asked=5)
+
+
+@pytest.mark.parametrize(
+    ("p_values", "num_waiting", "statuses"),
+    [
+        # Three planned, one there: significant only if it is after the correction for three.
+        ([0.01], 2, ["reproduced"]),
+        ([0.02], 2, ["not tested"]),  # 0.06 now; 0.02 if the other two have smaller p-values
+        ([0.06], 2, ["inconclusive"]),  # whatever comes
+        ([0.01, 0.02], 1, ["reproduced", "reproduced"]),
+        ([0.01, 0.03], 1, ["reproduced", "not tested"]),
+        ([0.03, 0.04], 1, ["inconclusive", "inconclusive"]),  # 2 * 0.03 even if the third is 0
+        ([0.02], 0, ["reproduced"]),
+    ],
+)
+def test_missing_comparison_of_the_family_counts_as_not_rejected(p_values, num_waiting, statuses):
+    there = [with_p(p) for p in p_values]
+    family = Family([*there, *[WAITING] * num_waiting])
+    assert [family.status(c) for c in there] == statuses
+    assert family.status(WAITING) == "not tested" if num_waiting else True
+    for c, status in zip(there, statuses, strict=True):
+        said = f"open until the {num_waiting} missing ones are there" in family.judge("It is lower.", [c]).evidence
+        assert said == (status == "not tested")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_verdict_changes_as_runs_arrive(seed):
+    rng = np.random.default_rng(seed)
+    contrasts = [with_p(p, sign=rng.choice([-1, 1])) for p in 10 ** rng.uniform(-4, -1, size=6)]
+    order = rng.permutation(6)
+    known = {}
+    for num_there in range(7):
+        there = set(order[:num_there].tolist())
+        family = Family([c if n in there else WAITING for n, c in enumerate(contrasts)])
+        for n in there:
+            status = family.status(contrasts[n])
+            assert known.get(n, "not tested") in ("not tested", status)
+            known[n] = status
+    assert "not tested" not in known.values()
+
+
 def test_verdict_has_the_numbers_it_was_judged_by():
     """Effect, interval, baseline, pairs and both p-values, for every contrast with a pair."""
     verdict = judge("It is lower.", [with_p(0.01), with_p(0.04), contrast({0: 1.0}, {1: 1.0})])
     first, second = verdict.comparisons
-    assert (first.p_value, first.p_holm, second.p_holm) == pytest.approx((0.01, 0.02, 0.04))
+    assert (first.p_value, first.p_holm, second.p_holm) == pytest.approx((0.01, 0.03, 0.08))
     assert (first.baseline, first.quantity, first.num_pairs) == (50.0, "error, %", 5)
     assert first.difference.mean == pytest.approx(-stats.t.isf(0.005, 4) * stats.sem([-2, -1, 0, 1, 2]))
 
@@ -91,9 +137,9 @@ def test_baseline_of_comparison_is_the_mean_over_its_pairs():
 def test_comparisons_are_corrected_together():
     two_of_three = contrast({0: 1.0, 1: 2.0}, {0: 2.0, 1: 4.0}, num_asked=3)
     contrasts = [with_p(0.04), with_p(0.03, sign=1), contrast({0: 1.0}, {1: 1.0}), two_of_three]
-    first, second, none, too_few = comparisons(contrasts)
+    first, second, none, too_few = map(Family(contrasts).comparison, contrasts)
     assert (first.p_value, second.p_value) == pytest.approx((0.04, 0.03))
-    assert (first.p_holm, second.p_holm) == pytest.approx((0.06, 0.06))
+    assert (first.p_holm, second.p_holm) == pytest.approx((0.12, 0.12))
     assert first.name == "SAM - SGD"
     assert first.difference.mean < 0 < second.difference.mean
     assert first.num_pairs == len(first.values) == 5

@@ -4,8 +4,16 @@ import math
 
 import numpy as np
 import pytest
+from scipy import stats
 
-from flatmin.lab.studies.statistics import Interval, holm, mean_and_interval, p_text, paired_p_value
+from flatmin.lab.studies.statistics import (
+    Interval,
+    detectable_effect,
+    holm,
+    mean_and_interval,
+    p_text,
+    paired_p_value,
+)
 
 
 def test_the_interval_is_students():
@@ -53,8 +61,8 @@ def test_differences_that_only_rounding_tells_apart_are_equal():
         # 2 * 0.03 = 0.06 is above 1 * 0.04: the running maximum holds it up.
         ([0.04, 0.03], [0.06, 0.06]),
         ([0.6, 0.7, 0.5], [1.0, 1.0, 1.0]),
-        # The test that could not be made is not one of those that are corrected for.
-        ([0.01, math.nan, 0.02], [0.02, math.nan, 0.02]),
+        # A test that was planned and not made counts as not rejected: as if its p-value were 1.
+        ([0.01, math.nan, 0.02], [0.03, math.nan, 0.04]),
         ([math.nan, math.nan], [math.nan, math.nan]),
     ],
 )
@@ -78,3 +86,18 @@ def test_holm_keeps_the_order_lowers_nothing_and_lies_below_bonferroni(seed):
 )
 def test_p_values_have_three_decimals_and_are_never_0(p_value, shown):
     assert p_text(p_value) == shown
+
+
+@pytest.mark.parametrize("num_pairs", [3, 5, 10])
+def test_detectable_effect_is_shown_by_four_of_five_simulated_studies(num_pairs):
+    """20,000 studies: the share with p < 0.05 has a standard error of 0.003."""
+    spread = 2.5
+    shape = (20_000, num_pairs)
+    differences = np.random.default_rng(num_pairs).normal(detectable_effect(spread, num_pairs), spread, shape)
+    p_values = stats.ttest_1samp(differences, 0.0, axis=1).pvalue
+    assert np.mean(p_values < 0.05) == pytest.approx(0.8, abs=0.012)
+
+
+def test_detectable_effect_for_many_pairs_is_that_of_the_normal_distribution():
+    """(1.95996 + 0.84162) / sqrt(n) standard deviations."""
+    assert detectable_effect(1.0, 10_000) == pytest.approx((1.959964 + 0.841621) / 100, rel=1e-3)

@@ -1,14 +1,10 @@
-"""What the studies of figures train at each scale, and what their findings have in common."""
+"""What the studies of figures train at each scale."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from flatmin.lab.foret2021.claims.figures import said_in_text
 from flatmin.lab.foret2021.scales import (
     LAPTOP,
-    PAPER_SUMMARY,
-    SMOKE_SUMMARY,
-    cut_notes,
     replica_seeds,
     small_images,
     smoke,
@@ -16,8 +12,6 @@ from flatmin.lab.foret2021.scales import (
 from flatmin.lab.foret2021.settings import DROP_LAST, Training
 from flatmin.lab.spec.experiment import Data, Experiment
 from flatmin.lab.studies.conditions import best_candidate, tuning_job
-from flatmin.lab.studies.contrasts import verdicts_at
-from flatmin.lab.studies.findings import Findings, Hyperparameter, LineFigure, SurfaceFigure, Table, Verdict
 from flatmin.lab.studies.item import Scale
 from flatmin.lab.sweeps.jobs import Job, Measurement
 from flatmin.lab.sweeps.runners import RecordingRunner
@@ -26,16 +20,9 @@ LAPTOP_START = LAPTOP["fashion-mnist"]
 LAPTOP_RHO = 0.2
 """SAM's rho on a laptop, where a figure does not choose it."""
 LAPTOP_EPOCHS = LAPTOP_START.epochs
+NUM_CURVATURE_REPLICAS = 10
 TUNED_RHOS = (0.05, 0.1, 0.2)
 """What landscapes and spectra choose from, on a laptop."""
-
-ABOUT_SCALE: Mapping[Scale, str] = {
-    "paper": PAPER_SUMMARY,
-    "laptop": "Small networks on 1,000 images of Fashion-MNIST, without augmentation, for 40 epochs on a laptop's two "
-    "cores, in place of large ones on the 50,000 images of CIFAR. They have many times more parameters than examples "
-    "and fit their training set. What can be compared is the sign of a difference, not its size.",
-    "smoke": SMOKE_SUMMARY,
-}
 
 
 def sam_rho(scale: Scale, paper: Training) -> float:
@@ -62,7 +49,7 @@ def tuned_rho(recorder: RecordingRunner, item: str, scale: Scale, paper: Trainin
 
 def curvature_seeds(scale: Scale) -> tuple[int, ...]:
     """Return the seeds of landscapes and spectra, which spread more than errors: ten replicas on a laptop."""
-    return tuple(range(10)) if scale == "laptop" else replica_seeds(scale)
+    return tuple(range(NUM_CURVATURE_REPLICAS)) if scale == "laptop" else replica_seeds(scale)
 
 
 def start(scale: Scale, paper: Training, *, rho: float, dataset: str = "cifar10", small: bool = False) -> Experiment:
@@ -95,34 +82,3 @@ def jobs_for(
     """Return a job for each seed."""
     named = replace(experiment, name=name)
     return [Job(experiment=named, seed=seed, measurements=measurements) for seed in seeds]
-
-
-def findings(
-    *,
-    item: str,
-    scale: Scale,
-    title: str,
-    source: str,
-    recorder: RecordingRunner,
-    tables: Sequence[Table] = (),
-    figures: Sequence[LineFigure | SurfaceFigure] = (),
-    verdicts: Sequence[Verdict] = (),
-    hyperparameters: Sequence[Hyperparameter] = (),
-    notes: Sequence[str] = (),
-    about_scale: str | None = None,
-) -> Findings:
-    """Return findings with the runs that a recorder has noted; at the scale of a smoke test nothing is judged."""
-    return Findings(
-        item=item,
-        scale=scale,
-        title=title,
-        source=source,
-        about_scale=about_scale or ABOUT_SCALE[scale],
-        tables=tables,
-        figures=figures,
-        verdicts=verdicts_at(scale, verdicts),
-        hyperparameters=hyperparameters,
-        notes=[*notes, *said_in_text(item), *cut_notes(item, scale), *recorder.notes],
-        runs=recorder.runs,
-        num_missing=recorder.num_missing,
-    )

@@ -6,11 +6,11 @@ from typing import Any, Literal
 
 from flatmin.lab.spec.experiment import Experiment
 from flatmin.lab.studies.conditions import Condition, MethodResult, better, validation_error
-from flatmin.lab.studies.contrasts import Contrast, verdicts_at
+from flatmin.lab.studies.contrasts import Contrast, Family, verdicts_at
 from flatmin.lab.studies.findings import Cell, Comparison, Findings, Hyperparameter, Table, Verdict, own_settings
 from flatmin.lab.studies.item import Scale
 from flatmin.lab.studies.printed import Claims
-from flatmin.lab.studies.statistics import holm, mean_and_interval, p_text
+from flatmin.lab.studies.statistics import mean_and_interval, p_text
 from flatmin.lab.sweeps.jobs import Outcome
 
 Rows = list[list[str | Cell | Comparison]]
@@ -38,7 +38,9 @@ def condition_findings(
     accuracy: bool = False,
     literature: Literature | None = None,
     hyperparameters: Sequence[Hyperparameter] = (),
+    further: Sequence[tuple[str, Sequence[Contrast]]] = (),
     notes: Sequence[str] = (),
+    cut: Sequence[str] = (),
 ) -> Findings:
     """Return what conditions show.
 
@@ -55,10 +57,15 @@ def condition_findings(
         accuracy: whether the table has accuracies instead of errors.
         literature: what is only cited (methods in rows), by method and column.
         hyperparameters: those that were not chosen here; without, what the methods have in common is listed as ours.
-        notes: beside the paper's slips, such as what its text says of the item.
+        further: claims on several conditions, with the comparisons that each consists of.
+        notes: in addition to the paper's slips, such as what its text says of the item.
+        cut: what of the paper's item is not run at this scale.
     """
     tables = []
     verdicts: list[Verdict] = []
+    compared = {metric: _contrasts(entries, metric) for metric in metrics}
+    planned = [contrast for found in compared.values() for _, _, contrast in found]
+    family = Family([*planned, *(contrast for _, contrasts in further for contrast in contrasts)])
     where = claims.source.partition(",")[0] + ("" if scale == "paper" else f" at {scale} scale")
     for metric in (*metrics, "train_error"):
         cells = {(e.condition.name, e.method.name): _cell(e, metric, accuracy) for e in entries}
@@ -69,20 +76,21 @@ def condition_findings(
         what = METRIC_NAMES[metric].replace("error", "accuracy") if accuracy else METRIC_NAMES[metric]
         note = _note(entries, scale) if metric in metrics else TRAINING_NOTE
         tables.append(Table(title=f"{where}: {what}", columns=columns, rows=rows, note=note))
-        contrasts = _contrasts(entries, metric) if metric in metrics else []
-        corrected = holm([contrast.p_value for _, contrast in contrasts])
-        if contrasts:
+        found = compared.get(metric, [])
+        rows = [[e.condition.name, family.comparison(c)] for e, _, c in found if not c.waits]
+        if rows:
             tables.append(
                 Table(
                     title=f"Comparisons: {METRIC_NAMES[metric]}",
                     columns=("condition", "difference, p, Holm's p"),
-                    rows=[[e.condition.name, c.comparison(p)] for (e, c), p in zip(contrasts, corrected, strict=True)],
-                    note="Paired by seed, two-sided t-test; Holm's correction is for all lines of this table. "
-                    "A negative difference is a lower error.",
+                    rows=rows,
+                    note=f"Paired by seed, two-sided t-test; Holm's correction is for all {len(family.contrasts)} "
+                    "comparisons that are planned. A negative difference is a lower error.",
                 )
             )
-        verdicts += [_verdict(e, c, p, metric) for (e, c), p in zip(contrasts, corrected, strict=True)]
-        verdicts += _open_questions(entries, metric) if metric in metrics else []
+        verdicts += [_verdict(entry, c, family, metric) for entry, _, c in found if not c.waits]
+        verdicts += _open_questions(entries, [(e, group) for e, group, c in found if c.waits], metric)
+    verdicts += [family.judge(claim, contrasts) for claim, contrasts in further]
     chosen_table = _choices(entries)
     done = [outcome for outcome in needed if outcome.complete]
     return Findings(
@@ -102,6 +110,7 @@ def condition_findings(
             *claims.notes,
             *notes,
         ],
+        cut=cut,
         runs=list(dict.fromkeys(outcome.job.name for outcome in done)),
         num_missing=len({outcome.job.name for outcome in needed if not outcome.complete})
         + sum(entry.chosen is None for entry in entries),
@@ -174,31 +183,32 @@ def _rivals(entries: Sequence[MethodResult]) -> list[tuple[MethodResult, list[Me
     ]
 
 
-def _contrasts(entries: Sequence[MethodResult], metric: str) -> list[tuple[MethodResult, Contrast]]:
-    """Contrast each method with its rivals, where all replicas of all of them are there."""
+def _contrasts(entries: Sequence[MethodResult], metric: str) -> list[tuple[MethodResult, list[MethodResult], Contrast]]:
+    """Contrast each method with each group of rivals; with no pairs until all replicas of all of them are there."""
     found = []
     for entry, group in _rivals(entries):
-        if any(e.incomplete_reason for e in (entry, *group)) or len(entry.replicas) < 2:
-            continue
-        rival = better(group, metric)
+        missing = any(e.incomplete_reason for e in (entry, *group))
+        rival = group[0] if missing else better(group, metric)
         contrast = Contrast(
             quantity=METRIC_NAMES[metric],
             lower_name=entry.method.name,
             higher_name=rival.method.name,
-            lower=entry.values(metric),
-            higher=rival.values(metric),
+            lower={} if missing else entry.values(metric),
+            higher={} if missing else rival.values(metric),
             num_asked=len(entry.replicas),
             runs=tuple(outcome.job.name for e in (rival, entry) for outcome in e.replicas),
         )
-        found.append((entry, contrast))
+        found.append((entry, group, contrast))
     return found
 
 
-def _open_questions(entries: Sequence[MethodResult], metric: str) -> list[Verdict]:
+def _open_questions(
+    entries: Sequence[MethodResult], waiting: Sequence[tuple[MethodResult, list[MethodResult]]], metric: str
+) -> list[Verdict]:
     """Return a verdict for each comparison that waits for runs, in conditions that have begun."""
     begun = {e.condition.name for e in entries if e.values(metric)}
     found = []
-    for entry, group in _rivals(entries):
+    for entry, group in waiting:
         missing = [e.incomplete_reason for e in (entry, *group) if e.incomplete_reason is not None]
         if missing and (entry.condition.name in begun or not begun):
             claim = _claim(entry, group[0].method.name, metric)
@@ -210,13 +220,14 @@ def _claim(entry: MethodResult, rival: str, metric: str) -> str:
     return f"{entry.condition.name}: {entry.method.name} has a lower {METRIC_NAMES[metric]} than {rival}."
 
 
-def _verdict(entry: MethodResult, contrast: Contrast, p_holm: float, metric: str) -> Verdict:
-    comparison = contrast.comparison(p_holm)
+def _verdict(entry: MethodResult, contrast: Contrast, family: Family, metric: str) -> Verdict:
+    comparison = contrast.comparison(family.p_holm(contrast))
+    correction = family.correction([contrast])
     return Verdict(
         claim=_claim(entry, contrast.higher_name, metric),
-        status=contrast.status(p_holm),
+        status=family.status(contrast),
         evidence=f"{comparison.difference.mean:+.2f} ± {comparison.difference.half_width:.2f} points over "
-        f"{comparison.num_pairs} pairs, {p_text(p_holm)} (Holm).",
+        f"{comparison.num_pairs} pairs, {p_text(comparison.p_holm)}{f' ({correction})' if correction else ''}.",
         comparisons=[comparison],
     )
 

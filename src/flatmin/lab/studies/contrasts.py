@@ -83,10 +83,15 @@ class Contrast:
         return [self.lower[seed] - self.higher[seed] for seed in sorted(self.lower.keys() & self.higher.keys())]
 
     @property
+    def waits(self) -> bool:
+        """Whether there are fewer pairs than were asked for, or than two."""
+        return len(self.differences) < max(2, self.num_asked)
+
+    @property
     def p_value(self) -> float:
         """Student's paired test, two-sided; NaN with fewer than two pairs, or fewer than were asked for."""
         seeds = sorted(self.lower.keys() & self.higher.keys())
-        if len(seeds) < max(2, self.num_asked):
+        if self.waits:
             return math.nan
         return paired_p_value([self.lower[s] for s in seeds], [self.higher[s] for s in seeds])
 
@@ -104,14 +109,6 @@ class Contrast:
             values=tuple(self.differences),
             runs=self.runs,
         )
-
-    def status(self, p_holm: float) -> VerdictStatus:
-        """Say whether the claim holds, as far as the runs can show."""
-        if math.isnan(p_holm):
-            return "not tested"
-        if p_holm >= SIGNIFICANT:
-            return "inconclusive"
-        return "reproduced" if mean(self.differences) < 0 else "not reproduced"
 
     def describe(self, p_holm: float) -> str:
         """Return the numbers, how many pairs, and the p-value, in a sentence."""
@@ -156,39 +153,72 @@ def contrast_between(
     )
 
 
-def judge(claim: str, contrasts: Sequence[Contrast]) -> Verdict:
-    """Return whether a claim holds that consists of one or several contrasts, all of which must.
+class Family:
+    """All comparisons that an item plans at a scale, corrected together by Holm's method.
 
-    It did not hold where one of them is significantly the other way round; else it is not tested while a pair of any of
-    them is missing. The p-values are Holm's.
+    One that waits for runs counts as not rejected, so that no verdict changes when it arrives: what is significant now
+    stays so, and what may become so, when smaller p-values arrive, is not judged before.
     """
-    p_values = holm([contrast.p_value for contrast in contrasts])
-    parts = [contrast.status(p) for contrast, p in zip(contrasts, p_values, strict=True)]
-    status: VerdictStatus = "inconclusive"
-    if "not reproduced" in parts:
-        status = "not reproduced"
-    elif "not tested" in parts or not parts:
-        status = "not tested"
-    elif all(part == "reproduced" for part in parts):
-        status = "reproduced"
-    said = [contrast.describe(p) for contrast, p in zip(contrasts, p_values, strict=True)]
-    if sum(not math.isnan(p) for p in p_values) > 1:
-        said.append("p-values are Holm's")
-    return Verdict(
-        claim=claim,
-        status=status,
-        evidence="; ".join(said) + ".",
-        comparisons=[c.comparison(p) for c, p in zip(contrasts, p_values, strict=True) if c.differences],
-    )
 
+    def __init__(self, contrasts: Iterable[Contrast]) -> None:
+        self.contrasts = list(contrasts)
+        p_values = [contrast.p_value for contrast in self.contrasts]
+        self._p_holm = holm(p_values)
+        self._p_at_best = holm([0.0 if c.waits else p for c, p in zip(self.contrasts, p_values, strict=True)])
 
-def comparisons(contrasts: Sequence[Contrast]) -> list[Comparison | str]:
-    """Return the contrasts as comparisons for a table, Holm-corrected together; nothing where a pair is missing."""
-    corrected = holm([contrast.p_value for contrast in contrasts])
-    return [
-        c.comparison(p) if len(c.differences) >= max(1, c.num_asked) else ""
-        for c, p in zip(contrasts, corrected, strict=True)
-    ]
+    def p_holm(self, contrast: Contrast) -> float:
+        """Return the corrected p-value of a member; NaN where there is no test."""
+        return self._p_holm[self.contrasts.index(contrast)]
+
+    def is_open(self, contrast: Contrast) -> bool:
+        """Return whether the verdict on a comparison that is there depends on others that wait for runs."""
+        at_best = self._p_at_best[self.contrasts.index(contrast)]
+        return not contrast.waits and at_best < SIGNIFICANT <= self.p_holm(contrast)
+
+    def status(self, contrast: Contrast) -> VerdictStatus:
+        """Say whether the claim of one comparison holds, as far as the runs can show."""
+        p = self.p_holm(contrast)
+        if math.isnan(p) or self.is_open(contrast):
+            return "not tested"
+        if p >= SIGNIFICANT:
+            return "inconclusive"
+        return "reproduced" if mean(contrast.differences) < 0 else "not reproduced"
+
+    def comparison(self, contrast: Contrast) -> Comparison | str:
+        """Return a member as an entry of a table; nothing while a pair is missing."""
+        missing = len(contrast.differences) < max(1, contrast.num_asked)
+        return "" if missing else contrast.comparison(self.p_holm(contrast))
+
+    def correction(self, contrasts: Sequence[Contrast]) -> str:
+        """Return how many comparisons the p-values are corrected for, and whether others are waited for."""
+        if len(self.contrasts) == 1 or all(math.isnan(self.p_holm(c)) for c in contrasts):
+            return ""
+        said = f"Holm's correction for {len(self.contrasts)} comparisons"
+        waiting = sum(c.waits for c in self.contrasts)
+        return f"{said}, open until the {waiting} missing ones are there" if any(map(self.is_open, contrasts)) else said
+
+    def judge(self, claim: str, contrasts: Sequence[Contrast]) -> Verdict:
+        """Return whether a claim holds that consists of one or several members, all of which must.
+
+        It did not hold where one of them is significantly the other way round; else it is not tested while a pair of
+        any of them is missing.
+        """
+        parts = [self.status(contrast) for contrast in contrasts]
+        status: VerdictStatus = "inconclusive"
+        if "not reproduced" in parts:
+            status = "not reproduced"
+        elif "not tested" in parts or not parts:
+            status = "not tested"
+        elif all(part == "reproduced" for part in parts):
+            status = "reproduced"
+        said = [contrast.describe(self.p_holm(contrast)) for contrast in contrasts]
+        said += [self.correction(contrasts)] if self.correction(contrasts) else []
+        return Verdict(
+            claim=claim,
+            status=status,
+            evidence="; ".join(said) + ".",
+            comparisons=[c.comparison(self.p_holm(c)) for c in contrasts if c.differences],
+        )
 
 
 def verdicts_at(scale: Scale, verdicts: Iterable[Verdict]) -> list[Verdict]:

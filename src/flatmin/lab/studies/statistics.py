@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from scipy import stats
+from scipy.optimize import brentq
 
 SIGNIFICANT = 0.05
 """The level of all tests, after Holm's correction where there are several."""
@@ -56,18 +57,43 @@ def holm(p_values: Sequence[float]) -> list[float]:
     r"""Return Holm's step-down adjusted p-values, in the given order.
 
     With :math:`p_{(1)} \le \dots \le p_{(k)}`, the adjusted one is :math:`\max_{j \le i} \min(1, (k - j + 1) p_{(j)})`
-    (Holm, 1979): those at most alpha are rejected with a family-wise error of at most alpha. A NaN (a test that could
-    not be made) stays NaN and does not count.
+    (Holm, 1979): those at most alpha are rejected with a family-wise error of at most alpha. A NaN (a test that was
+    planned and not made) stays NaN and counts as a 1: as one of the k, and not rejected.
 
     Example:
         >>> holm([0.01, 0.04, 0.03])
         [0.03, 0.06, 0.06]
     """
     p = np.asarray(p_values, dtype=float)
-    order = np.argsort(p)[: np.count_nonzero(~np.isnan(p))]  # NaN are sorted to the end
+    order = np.argsort(p)  # NaN are sorted to the end, as a 1 would be
     adjusted = np.full(len(p), math.nan)
-    adjusted[order] = np.maximum.accumulate(np.minimum(1.0, p[order] * np.arange(len(order), 0, -1)))
+    adjusted[order] = np.maximum.accumulate(np.minimum(1.0, p[order] * np.arange(len(p), 0, -1)))
     return [float(value) for value in adjusted]
+
+
+def detectable_effect(spread: float, num_pairs: int, power: float = 0.8) -> float:
+    r"""Return the smallest mean difference that a paired test shows with a given probability.
+
+    Student's t-test, two-sided, at the level `SIGNIFICANT`, without a correction for several tests. With n pairs whose
+    differences have the standard deviation s, t has a noncentral distribution with the parameter
+    :math:`\delta \sqrt n / s`; :math:`\delta` is where :math:`P(|t| > t_{n-1, 0.975})` is the power.
+
+    Args:
+        spread: s, the standard deviation of the differences.
+        num_pairs: n, at least 2.
+        power: the probability.
+
+    Example:
+        >>> round(detectable_effect(spread=1.0, num_pairs=5), 2), round(detectable_effect(spread=1.0, num_pairs=10), 2)
+        (1.68, 1.0)
+    """
+    df = num_pairs - 1
+    critical = float(stats.t.isf(SIGNIFICANT / 2, df))
+
+    def surplus(nc: float) -> float:
+        return float(stats.nct.sf(critical, df, nc)) - power  # the other tail has less than a millionth
+
+    return float(brentq(surplus, 0.0, 2 * critical + 2)) * spread / math.sqrt(num_pairs)
 
 
 def p_text(p_value: float) -> str:

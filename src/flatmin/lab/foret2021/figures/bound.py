@@ -6,14 +6,15 @@ from functools import partial
 from operator import itemgetter
 
 from flatmin.lab.foret2021.claims.figures import FIGURES
-from flatmin.lab.foret2021.figure_settings import findings, jobs_for, sam_rho, start
+from flatmin.lab.foret2021.figure_settings import jobs_for, sam_rho, start
+from flatmin.lab.foret2021.item_findings import findings
 from flatmin.lab.foret2021.scales import replica_seeds
 from flatmin.lab.foret2021.settings import CIFAR, RHO_GRID
 from flatmin.lab.foret2021.sources import HYPERPARAMETERS
 from flatmin.lab.spec.experiment import Experiment
 from flatmin.lab.studies.contrasts import (
     BySeed,
-    comparisons,
+    Family,
     contrast_between,
     mean,
     measured_by_seed,
@@ -74,8 +75,7 @@ def bound(scale: Scale, runner: Runner) -> Findings:
     return findings(
         item="bound",
         scale=scale,
-        title=claims.title,
-        source=claims.source,
+        claims=claims,
         recorder=recorder,
         tables=[_table(found, measurements[own_rho], own_rho), _noise_table(found, noise, own_rho)],
         figures=[_figure(found, measurements)],
@@ -88,7 +88,6 @@ def bound(scale: Scale, runner: Runner) -> Findings:
             *([] if scale == "paper" else own_settings([experiments["SGD"]], ("rho of SAM", own_rho))),
         ],
         notes=[
-            *claims.notes,
             "The loss is the 0-1 error. The worst weights in the ball are those that one ascent step finds, so this is "
             "an estimate of the bound from below.",
         ],
@@ -111,7 +110,7 @@ def _table(found: Mapping[str, list[Outcome]], measurement: Measurement, rho: fl
         values = {m: measured_by_seed(found[m], measurement, itemgetter(key)) for m in METHODS}
         read = partial(measured_by_seed, measurement=measurement, read=itemgetter(key))
         lower = contrast_between(name, ("SAM", found["SAM"]), ("SGD", found["SGD"]), read, unit="")
-        compared = comparisons([lower]) if key == "total" else [""]
+        compared = [Family([lower]).comparison(lower)] if key == "total" else [""]
         rows.append([name, *(number_cell(values[m], found[m], unit="") for m in METHODS), *compared])
     errors = [number_cell(metric_by_seed(found[m], "test_error", 1.0), found[m], unit="") for m in METHODS]
     rows.append(["test error", *errors, ""])

@@ -13,21 +13,20 @@ from flatmin.lab.foret2021.claims.figures import CurvatureCell
 from flatmin.lab.foret2021.figure_settings import (
     LAPTOP_EPOCHS,
     curvature_seeds,
-    findings,
     jobs_for,
     start,
     tuned_rho,
 )
+from flatmin.lab.foret2021.item_findings import findings
 from flatmin.lab.foret2021.settings import HESSIAN, HESSIAN_AT_EPOCHS
 from flatmin.lab.foret2021.sources import HYPERPARAMETERS
 from flatmin.lab.spec.experiment import Experiment, Model
 from flatmin.lab.studies.contrasts import (
     BySeed,
     Contrast,
+    Family,
     by_seed,
-    comparisons,
     contrast_between,
-    judge,
     mean,
     measured_by_seed,
     metric_by_seed,
@@ -94,6 +93,7 @@ def hessian(scale: Scale, runner: Runner) -> Findings:
         )
         for quantity, key in QUANTITIES.items()
     ]
+    family = Family([*at_end, *before_end])
     spectra = along | {AT_EPOCHS[scale][-1]: last}
     own = own_settings(
         [sgd], ("rho, chosen on validation", rho or "not chosen yet"), ("gradient clipping", HESSIAN.clip_norm)
@@ -102,14 +102,16 @@ def hessian(scale: Scale, runner: Runner) -> Findings:
     return findings(
         item="hessian",
         scale=scale,
-        title=CLAIMS.title,
-        source=CLAIMS.source,
+        claims=CLAIMS,
         recorder=recorder,
-        tables=[_table(found, spectra, at_end, before_end)],
+        tables=[_table(found, spectra, family, at_end, before_end)],
         figures=[*_lambda_figures(found, spectra), *_density_figures(found, spectra)],
-        verdicts=[judge(claim, at_end), judge(f"Before the end of training, too: {claim}", before_end)],
+        verdicts=[
+            family.judge(claim, at_end),
+            family.judge(f"Before the end of training, too: {claim}", before_end),
+        ],
         hyperparameters=HYPERPARAMETERS["hessian"] if scale == "paper" else own,
-        notes=[*CLAIMS.notes, *_not_converged(found)],
+        notes=_not_converged(found),
     )
 
 
@@ -153,6 +155,7 @@ def _spectrum(scale: Scale, epoch: int | None) -> Measurement:
 def _table(
     found: dict[str, list[Outcome]],
     spectra: dict[int, Measurement],
+    family: Family,
     at_end: Sequence[Contrast],
     before_end: Sequence[Contrast],
 ) -> Table:
@@ -161,14 +164,11 @@ def _table(
 
     largest = {method: _largest_ratio(outcomes, spectra) for method, outcomes in found.items()}
     lines: list[tuple[str, Mapping[str, BySeed], Mapping[str, str], Comparison | str]] = [
-        (c.quantity, {"SGD": c.higher, "SAM": c.lower}, claimed(quantity), compared)
-        for c, quantity, compared in zip(at_end, QUANTITIES, comparisons(at_end), strict=True)
+        (c.quantity, {"SGD": c.higher, "SAM": c.lower}, claimed(quantity), family.comparison(c))
+        for c, quantity in zip(at_end, QUANTITIES, strict=True)
     ]
     lines.append(("largest lambda_max/lambda_5 along training", largest, claimed("lambda_max/lambda_5"), ""))
-    lines += [
-        (c.quantity, {"SGD": c.higher, "SAM": c.lower}, {}, compared)
-        for c, compared in zip(before_end, comparisons(before_end), strict=True)
-    ]
+    lines += [(c.quantity, {"SGD": c.higher, "SAM": c.lower}, {}, family.comparison(c)) for c in before_end]
     rows: list[list[str | Cell | Comparison]] = [
         [name, *(number_cell(values[m], found[m], unit="", claimed=said.get(m)) for m in METHODS), compared]
         for name, values, said, compared in lines

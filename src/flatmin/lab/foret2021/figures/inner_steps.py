@@ -10,7 +10,8 @@ import numpy as np
 from flatmin.lab.foret2021.claims.appendix import ASCENT_STEPS as CLAIMS
 from flatmin.lab.foret2021.claims.appendix import AscentCell
 from flatmin.lab.foret2021.claims.figures import FIGURES
-from flatmin.lab.foret2021.figure_settings import findings, jobs_for, sam_rho, start
+from flatmin.lab.foret2021.figure_settings import jobs_for, sam_rho, start
+from flatmin.lab.foret2021.item_findings import findings
 from flatmin.lab.foret2021.scales import replica_seeds
 from flatmin.lab.foret2021.settings import ASCENT_NUM_RUNS, ASCENT_STEPS, ASCENT_STEPS_GRID
 from flatmin.lab.foret2021.sources import HYPERPARAMETERS
@@ -19,10 +20,10 @@ from flatmin.lab.spec.experiment import Experiment
 from flatmin.lab.studies.contrasts import (
     BySeed,
     Contrast,
+    Family,
     along_training,
     by_seed,
     contrast_between,
-    judge,
     mean,
     metric_by_seed,
     number_cell,
@@ -39,7 +40,7 @@ from flatmin.lab.studies.findings import (
     own_settings,
 )
 from flatmin.lab.studies.item import SCALES, Scale
-from flatmin.lab.studies.statistics import SIGNIFICANT, holm, mean_and_interval
+from flatmin.lab.studies.statistics import SIGNIFICANT, mean_and_interval
 from flatmin.lab.sweeps.jobs import Job, Outcome
 from flatmin.lab.sweeps.runners import RecordingRunner, Runner
 
@@ -56,6 +57,7 @@ NEARLY = 0.8
 FEW, MANY = min(ASCENT_STEPS_GRID), max(ASCENT_STEPS_GRID)
 
 Found = Mapping[tuple[str, int], Sequence[Outcome]]
+Gains = tuple[dict[int, float], dict[int, float], float]
 
 
 def inner_steps(scale: Scale, runner: Runner) -> Findings:
@@ -74,14 +76,14 @@ def inner_steps(scale: Scale, runner: Runner) -> Findings:
     return findings(
         item="inner-steps",
         scale=scale,
-        title=CLAIMS.title,
+        claims=CLAIMS,
         source=f"{CLAIMS.source}; {FIGURES['ascent-along-training'].source}",
         recorder=recorder,
         tables=[_table(found, datasets, NUM_RUNS[scale])],
         figures=[_figure(found, dataset) for dataset in datasets],
         verdicts=_verdicts(found, scale),
         hyperparameters=HYPERPARAMETERS["ascent-steps"] if scale == "paper" else own,
-        notes=[*CLAIMS.notes, *FIGURES["ascent-along-training"].notes],
+        notes=FIGURES["ascent-along-training"].notes,
     )
 
 
@@ -161,14 +163,9 @@ def _figure(found: Found, dataset: str) -> LineFigure:
 
 def _verdicts(found: Found, scale: Scale) -> list[Verdict]:
     unaffected, several_better, more_found = (statement.claim for statement in CLAIMS.statements)
-    ten_classes = "cifar10" if scale == "paper" else DATASETS[scale][0]
-    verdicts = [_unaffected(unaffected, found, ten_classes)]
-    if "cifar100" in DATASETS[scale]:
-        contrasts = [_test_contrast(found, "cifar100", steps) for steps in ASCENT_STEPS_GRID if steps > FEW]
-        verdicts.append(judge(several_better, contrasts))
-    else:
-        said = f"{DATASETS[scale][0]} has ten classes; CIFAR-100 is not trained at this scale."
-        verdicts.append(Verdict(claim=several_better, status="not tested", evidence=said))
+    ten_classes, *more_classes = DATASETS[scale]
+    equal = [_test_contrast(found, ten_classes, steps) for steps in ASCENT_STEPS_GRID if steps > FEW]
+    better = [_test_contrast(found, d, steps) for d in more_classes for steps in ASCENT_STEPS_GRID if steps > FEW]
     ends = [
         contrast_between(
             f"estimated sharpness at the end, {dataset}, points",
@@ -178,9 +175,21 @@ def _verdicts(found: Found, scale: Scale) -> list[Verdict]:
         )
         for dataset in DATASETS[scale]
     ]
-    verdicts.append(judge(more_found, ends))
-    verdicts.append(_along_verdict(FIGURES["ascent-along-training"].statements[0].claim, found, DATASETS[scale]))
-    return verdicts
+    gains = {dataset: _gains(found, dataset) for dataset in DATASETS[scale]}
+    along = [
+        contrast for dataset, gain in gains.items() for contrast in _along_contrasts(dataset, gain, NUM_RUNS[scale])
+    ]
+    family = Family([*equal, *better, *ends, *along])
+    not_trained = f"{ten_classes} has ten classes; CIFAR-100 is not trained at this scale."
+    margin = EQUIVALENCE * mean(metric_by_seed(found[ten_classes, FEW], "test_error").values())
+    return [
+        _unaffected(unaffected, equal, family, margin),
+        family.judge(several_better, better)
+        if better
+        else Verdict(claim=several_better, status="not tested", evidence=not_trained),
+        family.judge(more_found, ends),
+        _along_verdict(family.judge(FIGURES["ascent-along-training"].statements[0].claim, along), gains),
+    ]
 
 
 def _steps(number: int) -> str:
@@ -196,38 +205,32 @@ def _test_contrast(found: Found, dataset: str, steps: int) -> Contrast:
     )
 
 
-def _along_verdict(claim: str, found: Found, datasets: Sequence[str]) -> Verdict:
-    """Judge that one step finds nearly as much as many for most of training, and less near convergence.
+def _along_contrasts(dataset: str, gains: Gains, num_asked: int) -> list[Contrast]:
+    """Return the claims that near convergence, in the last tenth, many steps find more than one, and than before."""
+    first, last, _ = gains
+    return [
+        Contrast(
+            quantity=f"what {_steps(MANY)} find more than {_steps(FEW)}, {dataset}, points of error",
+            lower_name=name,
+            higher_name="last tenth",
+            lower=lower,
+            higher=last,
+            num_asked=num_asked,
+        )
+        for name, lower in (("first half of training", first), ("nothing", dict.fromkeys(last, 0.0)))
+    ]
 
-    Near convergence, the last tenth, many have to find more than one, and more than they did in the first half; there
-    one step has to find at least `NEARLY` of it.
-    """
-    contrasts, shares = [], {}
-    for dataset in datasets:
-        first, last, shares[dataset] = _gains(found, dataset)
-        what = f"what {_steps(MANY)} find more than {_steps(FEW)}, {dataset}, points of error"
-        num_asked = max(len(found[dataset, steps]) for steps in (FEW, MANY))
-        nothing = dict.fromkeys(last, 0.0)
-        for name, lower in (("first half of training", first), ("nothing", nothing)):
-            contrasts.append(
-                Contrast(
-                    quantity=what,
-                    lower_name=name,
-                    higher_name="last tenth",
-                    lower=lower,
-                    higher=last,
-                    num_asked=num_asked,
-                )
-            )
-    verdict = judge(claim, contrasts)
-    far = [f"{100 * share:.0f} % ({dataset})" for dataset, share in shares.items() if share < NEARLY]
+
+def _along_verdict(verdict: Verdict, gains: Mapping[str, Gains]) -> Verdict:
+    """Return the verdict that one step finds less near convergence: before, it must find `NEARLY` as much."""
+    far = [f"{100 * share:.0f} % ({dataset})" for dataset, (_, _, share) in gains.items() if share < NEARLY]
     if far and verdict.status != "not tested":
         said = f"In the first half one step finds less than {100 * NEARLY:.0f} % of what {MANY} find: {', '.join(far)}."
         return replace(verdict, status="not reproduced", evidence=f"{verdict.evidence} {said}")
     return verdict
 
 
-def _gains(found: Found, dataset: str) -> tuple[dict[int, float], dict[int, float], float]:
+def _gains(found: Found, dataset: str) -> Gains:
     """Return what many steps find more than one in the first half of training and in its last tenth, by seed.
 
     And, in the first half, how much of what many find one step finds (NaN without runs).
@@ -253,22 +256,19 @@ def _curve(outcome: Outcome) -> list[float]:
     return [100 * value for value in map(sharpness_of, lines) if value is not None]
 
 
-def _unaffected(claim: str, found: Found, dataset: str) -> Verdict:
+def _unaffected(claim: str, contrasts: Sequence[Contrast], family: Family, margin: float) -> Verdict:
     """Judge that the test error does not depend on the number of steps: all differences are surely small."""
-    contrasts = [_test_contrast(found, dataset, steps) for steps in ASCENT_STEPS_GRID if steps > FEW]
-    p_values = holm([contrast.p_value for contrast in contrasts])
-    margin = EQUIVALENCE * mean(metric_by_seed(found[dataset, FEW], "test_error").values())
-    said = [contrast.describe(p) for contrast, p in zip(contrasts, p_values, strict=True)]
-    if any(math.isnan(p) for p in p_values):
-        return Verdict(claim=claim, status="not tested", evidence="; ".join(said) + ".")
+    verdict = family.judge(claim, contrasts)
+    if any(math.isnan(family.p_holm(contrast)) for contrast in contrasts):
+        return replace(verdict, status="not tested")
     intervals = [mean_and_interval(contrast.differences) for contrast in contrasts]
     widest = max(abs(interval.mean) + interval.half_width for interval in intervals)
     status: VerdictStatus = "inconclusive"
     if widest <= margin:
         status = "reproduced"
-    elif min(p_values) < SIGNIFICANT:
+    elif any(family.p_holm(contrast) < SIGNIFICANT for contrast in contrasts):
         status = "not reproduced"
-    said.append(
-        f"with 95 % confidence the error changes by less than {widest:.2g} points; {margin:.2g} count as nothing"
-    )
-    return Verdict(claim=claim, status=status, evidence="; ".join(said) + ".")
+    elif any(family.is_open(contrast) for contrast in contrasts):
+        status = "not tested"
+    said = f"With 95 % confidence the error changes by less than {widest:.2g} points; {margin:.2g} count as nothing."
+    return replace(verdict, status=status, evidence=f"{verdict.evidence} {said}")

@@ -9,16 +9,15 @@ from typing import Any
 import numpy as np
 
 from flatmin.lab.foret2021.claims.figures import FIGURES
-from flatmin.lab.foret2021.figure_settings import curvature_seeds, findings, jobs_for, start, tuned_rho
+from flatmin.lab.foret2021.figure_settings import curvature_seeds, jobs_for, start, tuned_rho
+from flatmin.lab.foret2021.item_findings import findings
 from flatmin.lab.foret2021.settings import LANDSCAPES
 from flatmin.lab.foret2021.sources import HYPERPARAMETERS
 from flatmin.lab.spec.experiment import Experiment, Model
 from flatmin.lab.studies.contrasts import (
     BySeed,
-    Contrast,
-    comparisons,
+    Family,
     contrast_between,
-    judge,
     measured_by_seed,
     metric_by_seed,
     number_cell,
@@ -66,20 +65,19 @@ def landscape(scale: Scale, runner: Runner) -> Findings:
         partial(measured_by_seed, measurement=numbers, read=rise_within(RADIUS)),
         unit="",
     )
+    family = Family([rise])
     return findings(
         item="landscape",
         scale=scale,
-        title=claims.title,
-        source=claims.source,
+        claims=claims,
         recorder=recorder,
-        tables=[_table(found, numbers, rise)],
+        tables=[_table(found, numbers, family.comparison(rise))],
         figures=_surfaces(found, picture),
-        verdicts=[judge(claims.statements[0].claim, [rise])],
+        verdicts=[family.judge(claims.statements[0].claim, [rise])],
         hyperparameters=HYPERPARAMETERS["landscapes"]
         if scale == "paper"
         else own_settings([sgd], ("rho, chosen on validation", rho or "not chosen yet")),
         notes=[
-            *claims.notes,
             "The plane is through the weights, along two Gaussian directions, each filter as long as the network's; "
             "batch norm has the statistics of the trained network everywhere.",
         ],
@@ -116,7 +114,7 @@ def _plane(points: int, num_examples: int | None) -> Measurement:
     return Measurement(kind="landscape", settings=settings)
 
 
-def _table(found: dict[str, list[Outcome]], numbers: Measurement, contrast: Contrast) -> Table:
+def _table(found: dict[str, list[Outcome]], numbers: Measurement, compared: Comparison | str) -> Table:
     everywhere = rise_within(2 * SPAN)
     readings: list[tuple[str, str, Callable[[list[Outcome]], BySeed]]] = [
         (f"mean rise of the loss within {RADIUS:g}", "", lambda o: measured_by_seed(o, numbers, rise_within(RADIUS))),
@@ -128,7 +126,7 @@ def _table(found: dict[str, list[Outcome]], numbers: Measurement, contrast: Cont
         [name, *(number_cell(read(found[method]), found[method], unit=unit) for method in ("SGD", "SAM")), ""]
         for name, unit, read in readings
     ]
-    (rows[0][-1],) = comparisons([contrast])
+    rows[0][-1] = compared
     return Table(title="How fast the loss rises around the weights", columns=["", "SGD", "SAM", "SAM - SGD"], rows=rows)
 
 

@@ -5,16 +5,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from flatmin.lab.foret2021.claims.figures import FIGURES
-from flatmin.lab.foret2021.figure_settings import findings, jobs_for, start
+from flatmin.lab.foret2021.figure_settings import jobs_for, start
+from flatmin.lab.foret2021.item_findings import findings
 from flatmin.lab.foret2021.scales import LAPTOP_RHOS, replica_seeds
 from flatmin.lab.foret2021.settings import M_GRID, M_SHARPNESS, RHO_GRID, VALIDATION
 from flatmin.lab.foret2021.sources import HYPERPARAMETERS
 from flatmin.lab.spec.experiment import Experiment
 from flatmin.lab.studies.contrasts import (
     Contrast,
-    comparisons,
+    Family,
     contrast_between,
-    judge,
     mean,
     metric_by_seed,
     number_cell,
@@ -111,7 +111,8 @@ def m_and_rho(scale: Scale, runner: Runner) -> Findings:
     smallest, largest = curves[min(curves)], curves[max(curves)]
     contrast = contrast_of(smallest, largest)
     rows = [[*curve.row(), ""] for curve in curves.values()]
-    (rows[0][-1],) = comparisons([contrast])
+    family = Family([contrast])
+    rows[0][-1] = family.comparison(contrast)
     sgd_errors = metric_by_seed(baseline, "test_error")
     rows.append([*baseline_row(baseline), ""])
     experiment = m_and_rho_experiment(scale, rho=0.0, m=None)
@@ -119,8 +120,7 @@ def m_and_rho(scale: Scale, runner: Runner) -> Findings:
     return findings(
         item="m-and-rho",
         scale=scale,
-        title=claims.title,
-        source=claims.source,
+        claims=claims,
         recorder=recorder,
         tables=[
             Table(
@@ -139,10 +139,9 @@ def m_and_rho(scale: Scale, runner: Runner) -> Findings:
                 runs=run_names([*baseline, *(o for outcomes in found.values() for o in outcomes)]),
             )
         ],
-        verdicts=[judge(claims.statements[0].claim, [contrast])],
+        verdicts=[family.judge(claims.statements[0].claim, [contrast])],
         hyperparameters=HYPERPARAMETERS["m-sharpness"] if scale == "paper" else own,
         notes=[
-            *claims.notes,
             f"All runs hold out {VALIDATION:.0%} of the training set, so that rho is chosen without the test set.",
             "Batch norm normalizes each micro-batch by itself, as it does on accelerators: a smaller m makes it "
             "noisier too.",

@@ -8,11 +8,11 @@ import torch
 
 from flatmin.lab.foret2021.claims.figures import FIGURES
 from flatmin.lab.foret2021.figure_settings import (
-    findings,
     jobs_for,
     start,
 )
 from flatmin.lab.foret2021.figures.m_and_rho import Curve, baseline_row, contrast_of
+from flatmin.lab.foret2021.item_findings import findings
 from flatmin.lab.foret2021.scales import LAPTOP_RHOS, replica_seeds
 from flatmin.lab.foret2021.settings import NORMS, RHO_GRID, VALIDATION, rho_of_sup_norm
 from flatmin.lab.foret2021.sources import HYPERPARAMETERS
@@ -20,8 +20,7 @@ from flatmin.lab.models.build import build_model
 from flatmin.lab.spec.datasets import dataset_info
 from flatmin.lab.spec.experiment import Experiment
 from flatmin.lab.studies.contrasts import (
-    comparisons,
-    judge,
+    Family,
     run_names,
 )
 from flatmin.lab.studies.findings import Findings, Hyperparameter, LineFigure, Table, own_settings
@@ -48,7 +47,8 @@ def p_norm(scale: Scale, runner: Runner) -> Findings:
     }
     two, sup, noise = (curves[kind] for kind in ("p = 2", "p = inf", "random"))
     contrasts = [contrast_of(two, noise), contrast_of(sup, noise), contrast_of(two, sup)]
-    two_noise, sup_noise, two_sup = comparisons(contrasts)
+    family = Family(contrasts)
+    two_noise, sup_noise, two_sup = map(family.comparison, contrasts)
     beside = {"p = 2": (two_noise, two_sup), "p = inf": (sup_noise, ""), "random": ("", "")}
     rows = [[*curve.row(), *beside[kind]] for kind, curve in curves.items()]
     rows.append([*baseline_row(baseline), "", ""])
@@ -60,8 +60,7 @@ def p_norm(scale: Scale, runner: Runner) -> Findings:
     return findings(
         item="p-norm",
         scale=scale,
-        title=claims.title,
-        source=claims.source,
+        claims=claims,
         recorder=recorder,
         tables=[
             Table(
@@ -84,10 +83,9 @@ def p_norm(scale: Scale, runner: Runner) -> Findings:
                 runs=run_names(o for outcomes in found.values() for o in outcomes),
             )
         ],
-        verdicts=[judge(claims.statements[0].claim, contrasts)],
+        verdicts=[family.judge(claims.statements[0].claim, contrasts)],
         hyperparameters=[*(paper if scale == "paper" else own_settings([baseline[0].job.experiment])), *grids],
         notes=[
-            *claims.notes,
             f"All runs hold out {VALIDATION:.0%} of the training set, so that rho is chosen without the test set.",
         ],
     )

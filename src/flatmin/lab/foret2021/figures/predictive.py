@@ -9,7 +9,8 @@ import numpy as np
 from scipy.stats import rankdata
 
 from flatmin.lab.foret2021.claims.figures import FIGURES
-from flatmin.lab.foret2021.figure_settings import ABOUT_SCALE, findings, start
+from flatmin.lab.foret2021.figure_settings import start
+from flatmin.lab.foret2021.item_findings import about_scale, findings
 from flatmin.lab.foret2021.settings import DEFAULT_RHO, M_SHARPNESS
 from flatmin.lab.foret2021.sources import HYPERPARAMETERS
 from flatmin.lab.spec.experiment import Experiment, Model, Optim
@@ -101,12 +102,11 @@ def predictive(scale: Scale, runner: Runner) -> Findings:
         return findings(
             item="predictive",
             scale=scale,
-            title=claims.title,
-            source=claims.source,
+            claims=claims,
             recorder=recorder,
             verdicts=[Verdict(claim=claim, status="not tested", evidence=PGDL)],
             hyperparameters=HYPERPARAMETERS["predictive-power"],
-            notes=[*claims.notes, PGDL],
+            notes=[PGDL],
         )
     zoo, jobs = ZOOS[scale], zoo_jobs(scale)
     found = recorder.outcomes(jobs, "predictive: a zoo of networks")
@@ -132,8 +132,7 @@ def predictive(scale: Scale, runner: Runner) -> Findings:
     return findings(
         item="predictive",
         scale=scale,
-        title=claims.title,
-        source=claims.source,
+        claims=claims,
         recorder=recorder,
         tables=[_table(scores, run_names(outcome for _, outcome in stopped))] if known else [],
         figures=[_score_figure(known, size, stopped), _point_figure(sharpness, gaps, stopped)] if known else [],
@@ -144,13 +143,12 @@ def predictive(scale: Scale, runner: Runner) -> Findings:
             ("rho of the measure", DEFAULT_RHO),
         ),
         notes=[
-            *claims.notes,
             f"{len(stopped)} networks of {len(jobs)} are counted; {num_short} did not come to the loss of "
             f"{zoo.stop_loss:g} in {zoo.epochs} epochs and are left out.",
             *([f"{num_not_finite} more have a sharpness that is not finite, and are left out."] * bool(num_not_finite)),
             "The gap is test error minus training error (of the last epoch, as it was trained).",
         ],
-        about_scale=about if scale == "laptop" else f"{ABOUT_SCALE[scale]} {about}",
+        about=about if scale == "laptop" else f"{about_scale('predictive', scale)} {about}",
     )
 
 

@@ -8,21 +8,20 @@ from operator import itemgetter, methodcaller
 from flatmin.lab.foret2021.claims.figures import FIGURES
 from flatmin.lab.foret2021.figure_settings import (
     LAPTOP_EPOCHS,
-    findings,
     jobs_for,
     sam_rho,
     start,
 )
+from flatmin.lab.foret2021.item_findings import findings
 from flatmin.lab.foret2021.scales import replica_seeds
 from flatmin.lab.foret2021.settings import SECOND_ORDER
 from flatmin.lab.foret2021.sources import HYPERPARAMETERS
 from flatmin.lab.spec.experiment import Experiment
 from flatmin.lab.studies.contrasts import (
     Contrast,
+    Family,
     along_training,
-    comparisons,
     contrast_between,
-    judge,
     mean,
     measured_by_seed,
     metric_by_seed,
@@ -63,6 +62,8 @@ def second_order(scale: Scale, runner: Runner) -> Findings:
         (ORDERS[1], found[ORDERS[1]]),
         partial(metric_by_seed, metric="test_error"),
     )
+    falls = _falling_cosines(cosines, len(replica_seeds(scale)))
+    family = Family([*falls, test])
     rows = [
         [
             order,
@@ -70,7 +71,7 @@ def second_order(scale: Scale, runner: Runner) -> Findings:
             number_cell(metric_by_seed(outcomes, "test_error"), outcomes),
             number_cell(_half_means(cosines[order]), outcomes, unit=""),
             number_cell(cosines[order][epochs[-1]], outcomes, unit=""),
-            *(comparisons([test]) if order == ORDERS[0] else [""]),
+            family.comparison(test) if order == ORDERS[0] else "",
         ]
         for order, outcomes in found.items()
     ]
@@ -79,20 +80,18 @@ def second_order(scale: Scale, runner: Runner) -> Findings:
     return findings(
         item="second-order",
         scale=scale,
-        title=claims.title,
-        source=claims.source,
+        claims=claims,
         recorder=recorder,
         tables=[Table(title=claims.title, columns=[*columns, "first - second"], rows=rows)],
         figures=[_error_figure(found), _cosine_figure(found, cosines)],
         verdicts=[
-            _cosine_verdict(claims.statements[0].claim, cosines, len(replica_seeds(scale))),
-            judge(claims.statements[1].claim, [test]),
+            _cosine_verdict(family.judge(claims.statements[0].claim, falls), cosines),
+            family.judge(claims.statements[1].claim, [test]),
         ],
         hyperparameters=HYPERPARAMETERS["second-order"]
         if scale == "paper"
         else own_settings([experiments[ORDERS[0]]], ("rho", rho)),
         notes=[
-            *claims.notes,
             "The cosine is of the two updates on one fixed training batch, at the same weights; batch norm has its "
             "running statistics. The L2 term takes part where training has it in the loss, as at the paper's scale.",
         ],
@@ -121,8 +120,9 @@ def _half_means(cosines: Mapping[int, Mapping[int, float]]) -> dict[int, float]:
     return {seed: mean(values[seed] for values in first) for seed in sorted(seeds)}
 
 
-def _cosine_verdict(claim: str, cosines: Mapping[str, Mapping[int, Mapping[int, float]]], num_replicas: int) -> Verdict:
-    contrasts = [
+def _falling_cosines(cosines: Mapping[str, Mapping[int, Mapping[int, float]]], num_replicas: int) -> list[Contrast]:
+    """Return the claim that the cosine is lower at the end than in the first half, for each way to train."""
+    return [
         Contrast(
             quantity=f"cosine, {order} training",
             lower_name="last epoch",
@@ -134,7 +134,10 @@ def _cosine_verdict(claim: str, cosines: Mapping[str, Mapping[int, Mapping[int, 
         )
         for order, looks in cosines.items()
     ]
-    verdict = judge(claim, contrasts)
+
+
+def _cosine_verdict(verdict: Verdict, cosines: Mapping[str, Mapping[int, Mapping[int, float]]]) -> Verdict:
+    """Return the verdict that the cosine falls from close to 1: it must also be close to 1 in the first half."""
     halves = {order: mean(_half_means(looks).values()) for order, looks in cosines.items()}
     far = [order for order, value in halves.items() if value < CLOSE_TO_ONE]
     if far and verdict.status != "not tested":

@@ -8,19 +8,16 @@ from typing import Any
 from flatmin.lab.foret2021 import settings
 from flatmin.lab.foret2021.claims import appendix as claims_appendix
 from flatmin.lab.foret2021.claims import tables as claims
-from flatmin.lab.foret2021.claims.figures import said_in_text
 from flatmin.lab.foret2021.claims.tables import FINETUNING_DATASETS, FinetuningCell
-from flatmin.lab.foret2021.scales import PAPER_SUMMARY, SMOKE_SUMMARY, replica_seeds, smoke
-from flatmin.lab.foret2021.sources import HYPERPARAMETERS
+from flatmin.lab.foret2021.item_findings import table_findings
+from flatmin.lab.foret2021.scales import smoke
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
-from flatmin.lab.studies.condition_tables import condition_findings
 from flatmin.lab.studies.conditions import (
     VALIDATION,
     Condition,
     Method,
     double_epochs,
     no_tuning,
-    run_conditions,
     with_rho,
 )
 from flatmin.lab.studies.findings import Cell, Findings, Table
@@ -34,11 +31,6 @@ CHECKPOINTS = Path("checkpoints")
 LAPTOP_NETWORK = "timm/tf_efficientnet_lite0"
 LAPTOP_CHECKPOINT = "checkpoints/efficientnet-lite0.pth"
 LAPTOP_RHOS: tuple[float, ...] = (0.01, 0.02, 0.05)
-LAPTOP_SUMMARY = (
-    "EfficientNet-Lite0, pretrained on ImageNet, on Flowers-102 at 128 pixels for 3 epochs, in place of "
-    "EfficientNet-b7 and -L2 at 475 to 600 pixels for 5,000 steps of 1,024 images."
-)
-SUMMARIES: dict[Scale, str] = {"paper": PAPER_SUMMARY, "laptop": LAPTOP_SUMMARY, "smoke": SMOKE_SUMMARY}
 
 
 def fine_tuning(scale: Scale, runner: Runner) -> Findings:
@@ -74,18 +66,7 @@ def fine_tuning_default_rho(scale: Scale, runner: Runner) -> Findings:
 def _findings(
     item: str, scale: Scale, runner: Runner, conditions: Sequence[Condition], claimed: Claims[Any]
 ) -> Findings:
-    entries, needed = run_conditions(conditions, runner, item, replica_seeds(scale))
-    return condition_findings(
-        entries,
-        needed,
-        item=item,
-        scale=scale,
-        claims=claimed,
-        about_scale=SUMMARIES[scale],
-        label_columns=("dataset",),
-        hyperparameters=HYPERPARAMETERS["finetuning"] if scale == "paper" else (),
-        notes=said_in_text(item),
-    )
+    return table_findings(item, scale, runner, conditions, claimed, "finetuning", label_columns=("dataset",))
 
 
 def _methods(rhos: Sequence[float], m: int | None) -> tuple[Method, ...]:

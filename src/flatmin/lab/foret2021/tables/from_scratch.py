@@ -7,8 +7,8 @@ from typing import Any
 from flatmin.lab.foret2021 import settings
 from flatmin.lab.foret2021.claims import appendix as claims_appendix
 from flatmin.lab.foret2021.claims import tables as claims
-from flatmin.lab.foret2021.claims.figures import said_in_text
 from flatmin.lab.foret2021.claims.tables import AUGMENTATIONS, CIFAR_ROWS, Classification
+from flatmin.lab.foret2021.item_findings import table_findings
 from flatmin.lab.foret2021.scales import (
     LAPTOP,
     LAPTOP_DECAYS,
@@ -16,16 +16,11 @@ from flatmin.lab.foret2021.scales import (
     LAPTOP_M,
     LAPTOP_RHOS,
     SMALL_IMAGE_SIZE,
-    SUMMARIES,
-    cut_notes,
-    replica_seeds,
     small_images,
     smoke,
 )
 from flatmin.lab.foret2021.settings import Training
-from flatmin.lab.foret2021.sources import HYPERPARAMETERS
 from flatmin.lab.spec.experiment import Augment, Data, Experiment, Model
-from flatmin.lab.studies.condition_tables import condition_findings
 from flatmin.lab.studies.conditions import (
     Condition,
     Method,
@@ -33,7 +28,6 @@ from flatmin.lab.studies.conditions import (
     by_micro_batches,
     double_epochs,
     no_tuning,
-    run_conditions,
     sam_and_small_m,
     with_rates,
     with_rho,
@@ -56,7 +50,7 @@ SMOKE_FAMILIES = ("wrn-10-1", "shake-shake-26-2x2d", "pyramidnet-11-6", "pyramid
 
 def table1(scale: Scale, runner: Runner) -> Findings:
     """Table 1: CIFAR-10 and CIFAR-100, five models, three augmentations."""
-    return _findings("table1", scale, runner, table1_conditions(scale), claims.CIFAR, "cifar")
+    return _table("table1", scale, runner, table1_conditions(scale), claims.CIFAR, "cifar")
 
 
 def table1_conditions(scale: Scale) -> list[Condition]:
@@ -67,7 +61,7 @@ def table1_conditions(scale: Scale) -> list[Condition]:
 def svhn_fashion(scale: Scale, runner: Runner) -> Findings:
     """Table 5: SVHN and Fashion-MNIST, two models, two augmentations."""
     conditions = svhn_fashion_conditions(scale)
-    return _findings("svhn-fashion", scale, runner, conditions, claims_appendix.SVHN_FASHION, "svhn-fashion")
+    return _table("svhn-fashion", scale, runner, conditions, claims_appendix.SVHN_FASHION, "svhn-fashion")
 
 
 def svhn_fashion_conditions(scale: Scale) -> list[Condition]:
@@ -95,29 +89,13 @@ def cifar_default_rho(scale: Scale, runner: Runner) -> Findings:
         conditions = [replace(cifar, claimed=claimed)]
     else:
         conditions = [_smoke_condition(SMOKE_FAMILIES[0], "basic", rhos=(settings.DEFAULT_RHO,))]
-    return _findings("rho-0.05", scale, runner, conditions, claims_appendix.CIFAR_RHO_005, "cifar")
+    return _table("rho-0.05", scale, runner, conditions, claims_appendix.CIFAR_RHO_005, "cifar")
 
 
-def _findings(
-    item: str,
-    scale: Scale,
-    runner: Runner,
-    conditions: Sequence[Condition],
-    claimed: Claims[Any],
-    hyperparameters: str,
+def _table(
+    item: str, scale: Scale, runner: Runner, conditions: Sequence[Condition], claimed: Claims[Any], source: str
 ) -> Findings:
-    entries, needed = run_conditions(conditions, runner, item, replica_seeds(scale))
-    return condition_findings(
-        entries,
-        needed,
-        item=item,
-        scale=scale,
-        claims=claimed,
-        about_scale=SUMMARIES[scale],
-        label_columns=LABELS,
-        hyperparameters=HYPERPARAMETERS[hyperparameters] if scale == "paper" else (),
-        notes=[*said_in_text(item), *cut_notes(item, scale)],
-    )
+    return table_findings(item, scale, runner, conditions, claimed, source, label_columns=LABELS)
 
 
 def _cifar_paper(rho: float | None = None) -> list[Condition]:

@@ -7,46 +7,35 @@ from itertools import pairwise
 
 from flatmin.lab.foret2021 import settings
 from flatmin.lab.foret2021.claims import tables as claims
-from flatmin.lab.foret2021.claims.figures import said_in_text
 from flatmin.lab.foret2021.claims.tables import ImageNetCell
-from flatmin.lab.foret2021.scales import LAPTOP, SUMMARIES, replica_seeds, smoke
-from flatmin.lab.foret2021.sources import HYPERPARAMETERS
+from flatmin.lab.foret2021.item_findings import table_findings
+from flatmin.lab.foret2021.scales import LAPTOP, smoke
 from flatmin.lab.foret2021.tables.from_scratch import sgd_and_sam
 from flatmin.lab.spec.experiment import Data, Experiment, Model
-from flatmin.lab.studies.condition_tables import condition_findings
-from flatmin.lab.studies.conditions import Condition, MethodResult, run_conditions
-from flatmin.lab.studies.contrasts import Contrast, contrast_between, judge, metric_by_seed, verdicts_at
-from flatmin.lab.studies.findings import Findings, Verdict
+from flatmin.lab.studies.conditions import Condition, MethodResult
+from flatmin.lab.studies.contrasts import Contrast, contrast_between, metric_by_seed
+from flatmin.lab.studies.findings import Findings
 from flatmin.lab.studies.item import Scale
 from flatmin.lab.sweeps.runners import Runner
-
-LAPTOP_SUMMARY = (
-    "A small network (WRN-10-2) on 1,000 images of CIFAR-10 for 20, 40 and 80 epochs on a laptop's two cores, in place "
-    "of ResNets on the 1.28 million images of ImageNet for 100, 200 and 400 epochs on 32 accelerators. The "
-    "numbers beside are ResNet-50's. What can be compared is the sign of a difference, not its size."
-)
 
 
 def imagenet(scale: Scale, runner: Runner) -> Findings:
     """Table 2: ResNets on ImageNet for 100, 200 and 400 epochs, top-1 and top-5 error; nothing doubles."""
-    entries, needed = run_conditions(imagenet_conditions(scale), runner, "imagenet", replica_seeds(scale))
-    found = condition_findings(
-        entries,
-        needed,
-        item="imagenet",
-        scale=scale,
-        claims=claims.IMAGENET,
-        about_scale=LAPTOP_SUMMARY if scale == "laptop" else SUMMARIES[scale],
+    return table_findings(
+        "imagenet",
+        scale,
+        runner,
+        imagenet_conditions(scale),
+        claims.IMAGENET,
+        "imagenet",
+        further=_over_epochs,
         label_columns=("model",),
         metrics=("test_error", "test_top5_error") if scale == "paper" else ("test_error",),
-        hyperparameters=HYPERPARAMETERS["imagenet"] if scale == "paper" else (),
-        notes=said_in_text("imagenet"),
     )
-    return replace(found, verdicts=[*found.verdicts, *verdicts_at(scale, _over_epochs(entries))])
 
 
-def _over_epochs(entries: Sequence[MethodResult]) -> list[Verdict]:
-    """Judge that with SAM the error falls with more epochs, and that without it rises in the end."""
+def _over_epochs(entries: Sequence[MethodResult]) -> list[tuple[str, list[Contrast]]]:
+    """Return the claims that with SAM the error falls with more epochs, and that without it rises in the end."""
     _, falls, rises = (statement.claim for statement in claims.IMAGENET.statements)
     read = partial(metric_by_seed, metric="test_error")
     falling: list[Contrast] = []
@@ -59,7 +48,7 @@ def _over_epochs(entries: Sequence[MethodResult]) -> list[Verdict]:
             for shorter, longer in pairwise(replicas if method == "SAM" else replicas[-2:]):
                 low, high = (longer, shorter) if method == "SAM" else (shorter, longer)
                 contrasts.append(contrast_between(f"test error of {model} with {method}, %", low, high, read))
-    return [judge(falls, falling), judge(rises, rising)]
+    return [(falls, falling), (rises, rising)]
 
 
 def imagenet_conditions(scale: Scale) -> list[Condition]:

@@ -6,25 +6,21 @@ from dataclasses import replace
 from flatmin.lab.foret2021 import settings
 from flatmin.lab.foret2021.claims import appendix as claims_appendix
 from flatmin.lab.foret2021.claims import tables as claims
-from flatmin.lab.foret2021.claims.figures import said_in_text
 from flatmin.lab.foret2021.claims.tables import NOISE_LITERATURE, NOISE_METHODS, NOISE_PERCENT, NoiseCell
+from flatmin.lab.foret2021.item_findings import findings, table_findings
 from flatmin.lab.foret2021.scales import (
     LAPTOP,
     LAPTOP_DECAYS,
     LAPTOP_LRS,
     LAPTOP_M,
     LAPTOP_RHOS,
-    PAPER_SUMMARY,
     SMALL_IMAGE_SIZE,
-    SMOKE_SUMMARY,
-    cut_notes,
-    replica_seeds,
     small_images,
     smoke,
 )
 from flatmin.lab.foret2021.sources import HYPERPARAMETERS
 from flatmin.lab.spec.experiment import Data, Experiment, Model
-from flatmin.lab.studies.condition_tables import Rows, condition_findings
+from flatmin.lab.studies.condition_tables import Rows
 from flatmin.lab.studies.conditions import (
     TUNING_SEED,
     Condition,
@@ -32,31 +28,16 @@ from flatmin.lab.studies.conditions import (
     baselines,
     double_epochs,
     no_tuning,
-    run_conditions,
     sam_and_small_m,
     with_rates,
     with_rho,
 )
-from flatmin.lab.studies.contrasts import metric_by_seed
+from flatmin.lab.studies.contrasts import metric_by_seed, number_cell
 from flatmin.lab.studies.findings import Cell, Comparison, Findings, Table, Verdict, own_settings
 from flatmin.lab.studies.item import Scale
-from flatmin.lab.studies.statistics import mean_and_interval
 from flatmin.lab.sweeps.jobs import Job, Outcome
-from flatmin.lab.sweeps.runners import Runner
+from flatmin.lab.sweeps.runners import RecordingRunner, Runner
 
-LAPTOP_SUMMARY = (
-    "A small network (WRN-10-2) on 1,000 images of Fashion-MNIST for 40 epochs on a laptop's two cores, in place of "
-    "ResNet-32 on 50,000 images of CIFAR-10 for 200 epochs on 8 GPUs. The network has many times more parameters than "
-    "examples. What can be compared is the sign of a difference, not its size. The replicas share one subset of the "
-    "images and one draw of wrong labels. rho is chosen from 0.05 to 0.5, Mixup's alpha from 1 and 8, by validation "
-    "error; the paper reports the best of its alphas."
-)
-TABLE8_LAPTOP_SUMMARY = (
-    "A small network (WRN-10-2) on 1,000 images of Fashion-MNIST for 40 epochs on a laptop's two cores, in place of "
-    "ResNet-32 on CIFAR-10 for 200 epochs, with the paper's values of rho and m = 16, an eighth of a batch. One run "
-    "each."
-)
-SUMMARIES: dict[Scale, str] = {"paper": PAPER_SUMMARY, "laptop": LAPTOP_SUMMARY, "smoke": SMOKE_SUMMARY}
 LAPTOP_ALPHAS = (1.0, 8.0)
 SMOKE_PERCENT = (20, 80)
 LAPTOP_PERCENT, LAPTOP_FULL = (20, 40, 80), 40
@@ -68,20 +49,17 @@ def label_noise(scale: Scale, runner: Runner) -> Findings:
     """Table 4: SGD, Mixup and SAM, and the latter two bootstrapped, at 20 to 80 % wrong labels."""
     percents = {"paper": NOISE_PERCENT, "laptop": LAPTOP_PERCENT, "smoke": SMOKE_PERCENT}[scale]
     conditions = [_condition(scale, percent) for percent in percents]
-    entries, needed = run_conditions(conditions, runner, "label-noise", replica_seeds(scale))
-    return condition_findings(
-        entries,
-        needed,
-        item="label-noise",
-        scale=scale,
-        claims=claims.LABEL_NOISE,
-        about_scale=SUMMARIES[scale],
+    return table_findings(
+        "label-noise",
+        scale,
+        runner,
+        conditions,
+        claims.LABEL_NOISE,
+        "label-noise",
         label_columns=(),
         layout="methods in rows",
         accuracy=True,
         literature=_literature(percents, scale) if scale != "smoke" else {},
-        hyperparameters=HYPERPARAMETERS["label-noise"] if scale == "paper" else (),
-        notes=[*said_in_text("label-noise"), *cut_notes("label-noise", scale)],
     )
 
 
@@ -99,31 +77,28 @@ def noise_and_rho(scale: Scale, runner: Runner) -> Findings:
             experiment = replace(base, data=held_out, optim=replace(base.optim, rho=rho, m=m))
             name = f"noise-and-rho/{percent} %/rho {rho:g}"
             jobs[rho, percent] = Job(experiment=replace(experiment, name=name), seed=TUNING_SEED)
-    outcomes = dict(zip(jobs, runner.outcomes(list(jobs.values()), "noise-and-rho"), strict=True))
+    recorder = RecordingRunner(runner)
+    outcomes = dict(zip(jobs, recorder.outcomes(list(jobs.values()), "noise-and-rho"), strict=True))
     rows: Rows = []
     for rho in rhos:
         row: list[str | Cell | Comparison] = [f"{rho:g}"]
         for percent in percents:
             outcome = outcomes[rho, percent]
-            values = tuple(metric_by_seed([outcome], "valid_error").values())
             claimed = claims_appendix.NOISE_VALIDATION.cells.get(claims_appendix.RhoNoiseCell(rho, percent))
             row.append(
-                Cell(
+                number_cell(
+                    metric_by_seed([outcome], "valid_error"),
+                    [outcome],
                     claimed=claimed.printed() if claimed is not None and scale != "smoke" else None,
-                    measured=None if not values else mean_and_interval(values),
-                    values=values,
-                    runs=(outcome.job.name,) if values else (),
-                    note=None if outcome.failure is None else "diverged" if outcome.final else "came to nothing",
+                    note=None if outcome.failure is None else "diverged" if outcome.final else "failed",
                 )
             )
         rows.append(row)
-    done = [outcome for outcome in outcomes.values() if outcome.complete]
-    return Findings(
+    return findings(
         item="noise-and-rho",
         scale=scale,
-        title=claims_appendix.NOISE_VALIDATION.title,
-        source=claims_appendix.NOISE_VALIDATION.source,
-        about_scale=TABLE8_LAPTOP_SUMMARY if scale == "laptop" else SUMMARIES[scale],
+        claims=claims_appendix.NOISE_VALIDATION,
+        recorder=recorder,
         tables=[
             Table(
                 title="Validation error of bootstrapped SAM",
@@ -143,9 +118,6 @@ def noise_and_rho(scale: Scale, runner: Runner) -> Findings:
         hyperparameters=HYPERPARAMETERS["label-noise"]
         if scale == "paper"
         else own_settings([job.experiment for job in jobs.values()], ("rho", rhos), ("m", base_m(scale))),
-        notes=[*claims_appendix.NOISE_VALIDATION.notes, *cut_notes("noise-and-rho", scale)],
-        runs=[outcome.job.name for outcome in done],
-        num_missing=len(outcomes) - len(done),
     )
 
 
