@@ -3,7 +3,7 @@
 import json
 import math
 
-from flatmin.lab.spec.experiment import Claim, Data, Experiment, Model, Optim
+from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
 from flatmin.lab.studies.findings import (
     Cell,
     Comparison,
@@ -252,6 +252,6 @@ def landscape_findings(runs):
     )
 
 
-def claimed_experiment():
-    """Return an experiment with a claim of its own."""
-    return experiment("SAM", name="sam <one>", claim=Claim(source="Table 1", metric="test_error", mean=2.7, ci=0.1))
+def named_experiment():
+    """Return an experiment with a name of its own."""
+    return experiment("SAM", name="sam <one>")

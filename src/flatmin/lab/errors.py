@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
-REMEDIES = {
-    "spec.json": "Delete it and run the training command again: it is written anew.",
-    "result.json": "Delete it and run the training command again: it is made anew from the last checkpoint.",
-    "environment.json": "Delete it: what it said of earlier sessions is lost, the run is not.",
+FIXES = {
+    "spec.json": "Delete it and rerun the training command, which writes it again.",
+    "result.json": "Delete it and rerun the training command, which rebuilds it from the last checkpoint.",
+    "environment.json": "Delete it: the record of earlier sessions is lost, the run is not.",
+    "predicted_labels.json": "Delete it, and result.json if it exists, and rerun the training command, which predicts "
+    "the labels again.",
+    "problem.json": "Delete it: the next sweep tries the run again.",
 }
 
 
@@ -14,41 +17,41 @@ class SpecError(Exception):
 
 
 class ModelError(RuntimeError):
-    """A network or its weights cannot be had; the message says why and what to do."""
+    """A model or its weights cannot be loaded; the message says why and what to do."""
 
 
 class RunError(RuntimeError):
-    """A run cannot begin or go on; the message says why and what to do."""
+    """A run cannot start, resume or be read; the message says why and what to do."""
 
 
 class RunLockedError(RunError):
-    """Another process works on the run."""
+    """Another process is working on the run."""
 
 
 class CorruptFileError(RunError):
-    """A file of a run cannot be read; the message names it and the remedy."""
+    """A file of a run cannot be used; the message names it and the fix."""
 
-    def __init__(self, path: Path, why: object) -> None:
-        super().__init__(f"{path} is damaged ({why}). {REMEDIES[path.name]}")
+    def __init__(self, path: Path, why: object, fix: str = "") -> None:
+        super().__init__(f"{path} is corrupt ({why}). {fix or FIXES.get(path.name, 'Delete it and measure again.')}")
         self.path = path
 
 
 class DataError(RuntimeError):
-    """A dataset is missing or damaged; the message names the file and the remedy."""
+    """A dataset is missing or corrupt; the message names the file and the fix."""
 
 
 class StorageError(RuntimeError):
-    """Nothing can be written; the message says where, why, and what was saved."""
+    """Writing failed; the message says where, why, and what was saved."""
 
 
 class DivergedError(RuntimeError):
-    """The loss is not a number any more; the message names step, batch and remedies."""
+    """The loss diverged (NaN or inf); the message names the step, the batch and possible fixes."""
 
     is_on_all_workers = True  # all of them raise it, so that only the main process prints it
 
 
 class InterruptedRun(RuntimeError):  # noqa: N818  (nothing went wrong)
-    """A signal came; the run was saved and will go on when started again."""
+    """A signal arrived; the run was saved and resumes when it is started again."""
 
     is_on_all_workers = True
 

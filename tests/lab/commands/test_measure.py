@@ -28,7 +28,7 @@ WRONG_SETTINGS = [
     (["sharpness", "--steps", "0"], "--steps must be at least 1; got 0"),
     (["sharpness", "--num-examples", "0"], "--num-examples must be at least 1; got 0"),
     (["sharpness", "--epoch", "-1"], "--epoch must be at least 0; got -1"),
-    (["sharpness", "--epoch", "1"], "has not kept its weights after epoch 1: train with keep_every"),
+    (["sharpness", "--epoch", "1"], "has not saved its weights after epoch 1: train with keep_every"),
     (["spectrum", "--num-eigenvalues", "0"], "--num-eigenvalues must be at least 1; got 0"),
     (["spectrum", "--steps", "0"], "--steps must be at least 1; got 0"),
     (["spectrum", "--probes", "0"], "--probes must be at least 1; got 0"),
@@ -149,7 +149,7 @@ def test_a_finished_run_is_not_measured_at_an_earlier_checkpoint(capsys, tmp_pat
     code, _, err = run(capsys, "measure", "sharpness", path.name)
     assert code == 2
     assert str(last.relative_to(tmp_path)) in err
-    assert "is damaged" in err
+    assert "is corrupt" in err
     assert "result.json" in err
     assert "--epoch (kept: 0, 1, 2)" in err
     assert not (path / "measures").exists()

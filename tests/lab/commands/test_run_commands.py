@@ -29,7 +29,7 @@ def test_a_finished_run_of_another_number_of_workers_is_refused(capsys, tmp_path
     assert code == 2
     assert out.strip() == ""
     assert "trained by 2 workers" in err
-    assert "here is 1 worker" in err
+    assert "now there is 1 worker" in err
     assert "--nproc-per-node 2" in err
     assert "--runs" in err
 
@@ -37,7 +37,7 @@ def test_a_finished_run_of_another_number_of_workers_is_refused(capsys, tmp_path
 def test_two_workers_do_not_take_over_the_result_of_one(capsys, tmp_path):
     path = trained_run(capsys, tmp_path)
     directory = RunDirectory(Experiment.from_json((path / "spec.json").read_text()), 0, tmp_path / "runs")
-    with pytest.raises(RunError, match=r"trained by 1 worker, and here are 2 workers.*without torchrun"):
+    with pytest.raises(RunError, match=r"trained by 1 worker, but now there are 2 workers.*without torchrun"):
         directory.open(num_workers=2)
     directory.open(num_workers=1)
     directory.close()
@@ -54,7 +54,7 @@ def test_an_unfinished_run_goes_on_with_another_number_of_workers_and_says_so(ca
         warnings.simplefilter("always")
         code, _, err = run(capsys, *QUICK)
     assert code == 0
-    assert "begun by 2 workers and goes on with 1 worker" in err
+    assert "started by 2 workers and resumes with 1 worker" in err
     assert (path / "metrics.jsonl").read_bytes() == history
     # Now both have had a part in it: the result is returned to either.
     assert run(capsys, *QUICK)[0] == 0
@@ -90,8 +90,8 @@ def test_a_damaged_run_is_marked_in_the_list_which_goes_on(capsys, tmp_path):
     code, out, _ = run(capsys, "list", "runs")
     assert code == 0
     rows = {line.split()[1]: line for line in out.splitlines() if "seed" in line}
-    assert "damaged: spec.json" in rows[paths[0].name]
-    assert "damaged: result.json" in rows[paths[1].name]
+    assert "corrupt: spec.json" in rows[paths[0].name]
+    assert "corrupt: result.json" in rows[paths[1].name]
     assert "unfinished" in rows[paths[2].name]
     assert " 2 " in rows[paths[2].name]
     assert rows[paths[3].name].count(" %") == 2
@@ -116,7 +116,7 @@ def test_a_damaged_file_is_named_and_its_remedy_mends_it(command, file, capsys, 
     named = () if command is QUICK else (path.name,)
     code, _, err = run(capsys, *command, *named)
     assert code == 2
-    assert f"runs/{path.name}/{file} is damaged" in err
+    assert f"runs/{path.name}/{file} is corrupt" in err
     assert "Delete it" in err
     (path / file).unlink()
     assert run(capsys, *QUICK)[0] == 0
@@ -152,10 +152,11 @@ def test_a_name_that_fits_many_runs_shows_the_first_few(capsys, tmp_path):
 
 
 def test_the_whole_name_of_a_run_is_not_only_the_beginning_of_another(capsys, tmp_path):
-    for name in ("digits-seed1", "digits-seed11"):
-        (tmp_path / "runs" / name).mkdir(parents=True)
-        (tmp_path / "runs" / name / "spec.json").write_text("{}")
-    assert run(capsys, "show", "digits-seed1")[0] == 0
+    for seed in (1, 11):
+        path = tmp_path / "runs" / Experiment().run_name(seed)
+        path.mkdir(parents=True)
+        (path / "spec.json").write_text("{}")
+    assert run(capsys, "show", Experiment().run_name(1))[0] == 0
 
 
 def test_a_folder_that_is_not_there_is_said_to_be_missing(capsys):

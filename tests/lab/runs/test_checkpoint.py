@@ -33,7 +33,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before_with_a_warning(damage
     content = path.read_bytes()
     changed = content[:700] + bytes([content[700] ^ 1]) + content[701:]
     path.write_bytes({"truncated": content[:-50], "changed": changed, "emptied": b""}[damage])
-    with pytest.warns(UserWarning, match=rf"{path.name} is damaged .*going back"):
+    with pytest.warns(UserWarning, match=rf"{path.name} is corrupt .*falling back"):
         assert read_state(latest_checkpoint(tmp_path), CPU)["step"] == 1
 
 
@@ -41,7 +41,7 @@ def test_without_a_whole_checkpoint_there_is_none(tmp_path):
     assert latest_checkpoint(tmp_path) is None
     path = save_checkpoint(tmp_path, 1, state(1))
     path.write_bytes(b"x")
-    with pytest.warns(UserWarning, match="damaged"):
+    with pytest.warns(UserWarning, match="corrupt"):
         assert latest_checkpoint(tmp_path) is None
 
 
@@ -71,7 +71,7 @@ def test_a_full_disk_loses_nothing_already_saved(tmp_path, monkeypatch):
 def test_too_little_room_is_an_error_beforehand(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 90, 10_000_000))
     prepare_folder(tmp_path, 3_000_000)
-    with pytest.raises(StorageError, match=r"0\.01 GB free, but .* need 0\.01 GB"):
+    with pytest.raises(StorageError, match=r"10\.0 MB free, but .* need 12\.0 MB"):
         prepare_folder(tmp_path, 4_000_000)
 
 

@@ -50,10 +50,10 @@ def noted_calls(monkeypatch, module, name):
 
 def test_all_measurements_of_a_run_read_its_dataset_and_the_weights_of_each_epoch_once(job, tmp_path, monkeypatch):
     datasets = noted_calls(monkeypatch, trained, "load_dataset")
-    weights = noted_calls(monkeypatch, trained, "_saved_weights")
+    weights = noted_calls(monkeypatch, trained, "_load_weights")
     assert run_job(job, tmp_path, None, 60.0).kind == "done"
     assert len(datasets) == 1
-    assert sorted(arguments[1] or 99 for arguments in weights) == [1, 2, 99]
+    assert sorted(arguments[2] or 99 for arguments in weights) == [1, 2, 99]
 
 
 def test_a_measurement_beside_others_finds_what_it_finds_alone(job, tmp_path):

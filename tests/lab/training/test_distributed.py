@@ -85,7 +85,7 @@ def test_two_workers_with_an_eps_each_equal_one_process_with_m_half_the_batch(tw
 
 
 def test_the_result_of_two_workers_is_not_returned_to_one_process(two_workers):
-    with pytest.raises(RunError, match="was trained by 2 workers, and here is 1 worker"):
+    with pytest.raises(RunError, match="was trained by 2 workers, but now there is 1 worker"):
         train(EXPERIMENT, runs=two_workers.parent)
 
 

@@ -217,7 +217,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_last_good_checkpoi
     with pytest.raises(DivergedError) as caught:
         train(experiment, runs=tmp_path, checkpoint_seconds=0)
     message = str(caught.value)
-    assert "no number any more at step" in message
+    assert "diverged (NaN or inf) at step" in message
     assert "batch" in message
     assert "examples" in message
     assert "optim.lr than 1e+20" in message
@@ -235,7 +235,7 @@ def test_a_damaged_checkpoint_costs_only_the_time_since_the_one_before(tmp_path)
     folder = tmp_path / "broken" / small().run_name(0) / "checkpoints"
     latest = checkpoints(folder)[0]
     latest.write_bytes(latest.read_bytes()[:-1])
-    with pytest.warns(UserWarning, match="is damaged"):
+    with pytest.warns(UserWarning, match="is corrupt"):
         resumed = train(small(), runs=tmp_path / "broken")
     assert_bit_identical(whole, resumed)
 
@@ -251,7 +251,7 @@ def test_a_disk_that_fills_up_stops_cleanly_and_the_run_goes_on_later(tmp_path, 
         save(content, file)
 
     monkeypatch.setattr(checkpoint.torch, "save", fills_up)
-    with pytest.raises(StorageError, match=r"No space left on device.*run the same command again"):
+    with pytest.raises(StorageError, match=r"No space left on device.*rerun the command"):
         train(small(), runs=tmp_path / "full", checkpoint_seconds=0)
     monkeypatch.undo()
     assert_bit_identical(whole, train(small(), runs=tmp_path / "full"))

@@ -67,7 +67,7 @@ def test_predictions_are_kept_for_a_run_that_is_resumed(tmp_path):
     write_predicted_labels(tmp_path, dataset.train.labels, predicted)
     assert has_predicted_labels(tmp_path)
     assert json.loads((tmp_path / "predicted_labels.json").read_text())["num_changed"] == 30
-    np.testing.assert_array_equal(relabeled(dataset, read_predicted_labels(tmp_path)).train.labels, predicted)
+    np.testing.assert_array_equal(relabeled(dataset, read_predicted_labels(tmp_path, dataset)).train.labels, predicted)
 
 
 def test_validation_and_test_labels_stay_clean(tmp_path):

@@ -1,6 +1,5 @@
 """Runs and numbers as people and scripts meet them on the command line."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,21 +7,9 @@ from typing import Any
 from rich.table import Table
 
 from flatmin.lab.errors import RunError
+from flatmin.lab.runs.directory import run_directories
 
 NUM_SHOWN = 5
-
-
-def last_metrics(path: Path) -> dict[str, Any]:
-    """Return the metrics of the last epoch that a run has completed; none if there is none."""
-    file = path / "metrics.jsonl"
-    lines = file.read_bytes().splitlines() if file.exists() else []
-    for line in reversed(lines):
-        try:
-            metrics: dict[str, Any] = json.loads(line)
-            return metrics
-        except ValueError:  # a process that is killed may leave half a line, which the next session writes again
-            continue
-    return {}
 
 
 def find_run(name: str, runs: Path) -> Path:
@@ -44,11 +31,6 @@ def find_run(name: str, runs: Path) -> Path:
         f"{name!r} is neither the directory of a run nor the beginning of a name in {runs}. "
         f"{where_runs_are(runs) or f'`flatmin list runs --runs {runs}` shows all.'}"
     )
-
-
-def run_directories(runs: Path) -> list[Path]:
-    """Return the directories of all runs of a folder, by name."""
-    return [path.parent for path in sorted(runs.glob("*/spec.json"))]
 
 
 def where_runs_are(runs: Path) -> str:

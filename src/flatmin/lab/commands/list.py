@@ -1,4 +1,4 @@
-"""``flatmin list``: what there is."""
+"""``flatmin list``: datasets, models, tables and figures of the paper, runs."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
-from flatmin.lab.commands.console import last_metrics, metric, run_directories, table, where_runs_are
+from flatmin.lab.commands.console import metric, table, where_runs_are
 from flatmin.lab.errors import CorruptFileError, RunError
 from flatmin.lab.foret2021.items import ITEMS
-from flatmin.lab.runs.directory import is_finished, read_result, read_spec
+from flatmin.lab.runs.directory import Metrics, is_finished, last_metrics, read_result, read_spec, run_directories
 from flatmin.lab.spec.datasets import DATASETS
 from flatmin.lab.spec.models import EXAMPLES
 from flatmin.lab.sweeps.progress import time_text
@@ -18,21 +18,21 @@ from flatmin.lab.sweeps.progress import time_text
 
 @dataclass(frozen=True)
 class List:
-    """List datasets, networks, tables and figures of the paper, or runs."""
+    """List datasets, models, tables and figures of the paper, or runs."""
 
     what: Annotated[Literal["datasets", "models", "items", "runs", "all"], tyro.conf.Positional] = "all"
     """What to list."""
     runs: Path = Path("runs")
-    """The folder of all runs."""
+    """The directory of all runs."""
 
     def run(self, console: Console) -> None:
         """Print the tables."""
         if self.what in ("datasets", "all"):
             rows = [(name, info.title, str(info.num_classes)) for name, info in DATASETS.items()]
-            rows.append(("folder:PATH", "class folders: PATH/{train,test}/CLASS/*.jpg", "any"))
+            rows.append(("folder:PATH", "class directories: PATH/{train,test}/CLASS/*.jpg", "any"))
             console.print(table("Datasets", ("name", "what", "classes"), rows))
         if self.what in ("models", "all"):
-            console.print(table("Networks", ("name", "what"), list(EXAMPLES.items())))
+            console.print(table("Models", ("name", "what"), list(EXAMPLES.items())))
         if self.what in ("items", "all"):
             items = [(item.name, item.source, item.title) for item in ITEMS.values()]
             console.print(table("Tables and figures (flatmin reproduce)", ("name", "where", "what"), items))
@@ -51,14 +51,12 @@ class List:
 
 
 def _row(path: Path) -> tuple[str, ...]:
-    """Return what the list says of a run; one that is damaged must not hide the others."""
+    """Return the row of a run; a corrupt one is marked and does not hide the others."""
+    metrics: Metrics = {}
     try:
-        if is_finished(path):
-            result = read_result(path)
-            time, metrics = time_text(result.time_seconds), result.metrics
-        else:
-            read_spec(path)
-            time, metrics = "unfinished", last_metrics(path)
+        read_spec(path)
+        metrics = last_metrics(path)
+        time = time_text(read_result(path).time_seconds) if is_finished(path) else "unfinished"
     except CorruptFileError as error:
-        time, metrics = f"damaged: {error.path.name}", {}
+        time = f"corrupt: {error.path.name}"
     return (path.name, *(metric(name, metrics.get(name)) for name in ("epoch", "train_error", "test_error")), time)

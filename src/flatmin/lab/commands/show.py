@@ -1,4 +1,4 @@
-"""``flatmin list`` and ``flatmin show``: what there is, and what became of a run."""
+"""``flatmin show``: the settings, metrics and environment of a run."""
 
 import json
 from dataclasses import dataclass
@@ -8,22 +8,22 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
-from flatmin.lab.commands.console import find_run, last_metrics, metric, number, table
+from flatmin.lab.commands.console import find_run, metric, number, table
 from flatmin.lab.commands.progress import write_event
-from flatmin.lab.runs.directory import is_finished, read_sessions, read_spec
+from flatmin.lab.runs.directory import is_finished, last_metrics, read_sessions, read_spec
 from flatmin.lab.spec.fields import plain
 
 
 @dataclass(frozen=True)
 class Show:
-    """Show a run: what it is, how it went, where it ran."""
+    """Show a run: its settings, its last metrics, where it ran."""
 
     run_name: Annotated[str, tyro.conf.Positional]
-    """The run's directory, or its name (or the beginning of it) in the folder of runs."""
+    """The run's directory, or its name (or the beginning of it) in the directory of runs."""
     runs: Path = Path("runs")
-    """The folder of all runs."""
+    """The directory of all runs."""
     output: Literal["table", "json"] = "table"
-    """table: for people; json: one JSON object, for scripts."""
+    """table: human-readable; json: one JSON object."""
 
     def run(self, console: Console) -> None:
         """Print it."""

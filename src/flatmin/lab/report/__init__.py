@@ -12,7 +12,7 @@ from flatmin.lab.report.content import report_content
 from flatmin.lab.report.folder import describe_runs
 from flatmin.lab.report.render import html_page, markdown_page
 from flatmin.lab.report.runs import read_runs
-from flatmin.lab.runs.directory import write_atomic
+from flatmin.lab.runs.json_files import write_atomic
 from flatmin.lab.studies.findings import Findings
 
 __all__ = ["describe_runs", "write_report"]

@@ -10,6 +10,7 @@ from flatmin.lab.errors import RunError
 from flatmin.lab.report.content import setting_text
 from flatmin.lab.report.numbers import NOTHING, plural
 from flatmin.lab.report.runs import ERRORS, RunRecord, read_run, without_paths
+from flatmin.lab.runs.directory import run_directories
 from flatmin.lab.spec.experiment import Experiment
 from flatmin.lab.spec.fields import plain
 from flatmin.lab.studies.findings import Cell, Findings, LineFigure, Series, Table
@@ -46,13 +47,12 @@ def describe_runs(runs: Path) -> Findings:
         runs: the directory of the runs; directories without a spec are skipped.
 
     Returns:
-        One table, with a run's own claim next to it, and the test error over training. Unfinished runs count as
-        missing.
+        One table, and the test error over training. Unfinished runs count as missing.
 
     Raises:
         RunError: there is no run in the directory.
     """
-    names = sorted(path.parent.name for path in runs.glob("*/spec.json"))
+    names = [path.name for path in run_directories(runs)]
     if not names:
         raise RunError(
             f"There are no runs in {runs}: no directory in it has a spec.json. Choose another one with --runs."
@@ -98,7 +98,7 @@ def _varied_settings(groups: Sequence[_Group]) -> list[str]:
         for name, value in group.settings.items():
             found.setdefault(name, set()).add(repr(value))
     apart = [name for name, values in found.items() if len(values) > 1 or name == "epochs"]
-    apart = [name for name in apart if name != "name" and not name.startswith("claim")]
+    apart = [name for name in apart if name != "name"]
     # How often it was evaluated goes along with the epochs, and is a column only where nothing else tells two apart.
     fewer = [name for name in apart if name != "evaluate_every"]
     told_apart = {tuple(repr(group.settings[name]) for name in fewer) for group in groups}
@@ -131,19 +131,11 @@ def _cell(group: _Group, metric: str) -> Cell:
     found = {record.name: value for record in group.finished if (value := record.error(metric)) is not None}
     counts = {state: sum(record.state == state for record in group.records) for state in ("failed", "not finished")}
     return Cell(
-        claimed=_claimed(group.experiment, metric),
         measured=mean_and_interval(list(found.values())) if found else None,
         values=tuple(found.values()),
         runs=tuple(found),
         note="; ".join(f"{count} of {len(group.records)} {state}" for state, count in counts.items() if count) or None,
     )
-
-
-def _claimed(experiment: Experiment, metric: str) -> str | None:
-    claim = experiment.claim
-    if claim is None or claim.metric != metric:
-        return None
-    return f"{claim.mean:g}" if claim.ci is None else f"{claim.mean:g} ± {claim.ci:g}"
 
 
 def _curves(groups: Sequence[_Group], varied: Sequence[str]) -> list[LineFigure]:

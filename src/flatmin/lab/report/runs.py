@@ -3,7 +3,6 @@
 A report must be possible even if some runs are incomplete, so nothing here raises over the content of a file.
 """
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,11 +11,18 @@ from typing import Any, Literal
 
 from flatmin.lab.errors import RunError
 from flatmin.lab.report.numbers import NOTHING, TIMES
-from flatmin.lab.runs.directory import PACKAGES, is_finished, read_result, read_sessions, read_spec
+from flatmin.lab.runs.directory import (
+    PACKAGES,
+    is_finished,
+    read_problem,
+    read_result,
+    read_sessions,
+    read_spec,
+    run_seed,
+)
 from flatmin.lab.spec.experiment import Experiment
 from flatmin.lab.spec.fields import plain
 from flatmin.lab.studies.findings import Cell, Comparison, Findings
-from flatmin.lab.sweeps.jobs import PROBLEM_FILE
 
 State = Literal["finished", "failed", "not finished", "missing", "not readable"]
 ERRORS = {"train_error": "train error", "valid_error": "validation error", "test_error": "test error"}
@@ -93,19 +99,18 @@ def read_run(name: str, runs: Path) -> RunRecord:
     # A name is that of a directory in `runs`: anything else would read files elsewhere.
     if Path(name).name != name or name in ("", "..") or not path.is_dir():
         return RunRecord(name=name, state="missing")
-    found = re.search(r"-seed(\d+)$", name)  # a run that failed has no result with its seed
-    facts: dict[str, Any] = {"name": name, "seed": int(found.group(1)) if found else None}
+    facts: dict[str, Any] = {"name": name, "seed": run_seed(path)}
     try:
         facts["experiment"] = read_spec(path) if (path / "spec.json").exists() else None
         facts["sessions"] = read_sessions(path)
+        problem = read_problem(path)
         if is_finished(path):
             result = read_result(path)
-            facts |= {"seed": result.seed, "history": result.history, "time_seconds": result.time_seconds}
-        if (path / PROBLEM_FILE).exists():
-            problem = json.loads((path / PROBLEM_FILE).read_bytes())["problem"]
-            return RunRecord(**facts, state="failed", reason=without_paths(str(problem)))
+            facts |= {"history": result.history, "time_seconds": result.time_seconds}
+        if problem is not None:
+            return RunRecord(**facts, state="failed", reason=without_paths(problem))
         return RunRecord(**facts, state="finished" if is_finished(path) else "not finished")
-    except (OSError, ValueError, KeyError, TypeError, RunError) as error:
+    except (OSError, RunError) as error:
         return RunRecord(**facts, state="not readable", reason=without_paths(str(error)))
 
 

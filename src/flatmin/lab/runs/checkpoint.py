@@ -1,7 +1,7 @@
-"""Checkpoints that are whole or not there: written aside, checksummed, renamed, and read with a way back.
+"""Checkpoints that are complete or absent: written to a temporary file, checksummed, then renamed.
 
-A file is called ``step-00001234-SHA256.pt``, with the first 16 digits of its content's checksum: it proves itself. It
-holds only tensors, numbers and strings (``weights_only=True``). The two latest are kept.
+A file is called ``step-00001234-SHA256.pt``, with the first 16 digits of its content's checksum, so that corruption
+shows. It holds only tensors, numbers and strings (``weights_only=True``). The two latest intact ones are kept.
 """
 
 import hashlib
@@ -10,23 +10,25 @@ import os
 import re
 import shutil
 import warnings
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from flatmin.lab.errors import StorageError
+from flatmin.lab.runs.json_files import TEMPORARY_SUFFIX, remove_temporary_files
 
 PATTERN = re.compile(r"step-(\d{8,})-([0-9a-f]{16})\.pt")
 NUM_KEPT = 2
-TEMPORARY_SUFFIX = ".part"
 
 
 def save_checkpoint(folder: Path, step: int, state: dict[str, Any]) -> Path:
-    """Write a checkpoint atomically and remove all but the two latest.
+    """Write a checkpoint atomically and remove all but it and the latest intact one of the others.
 
     Raises:
-        StorageError: the disk is full or the folder unwritable; earlier checkpoints are untouched.
+        StorageError: the disk is full or the directory not writable; earlier checkpoints are unchanged.
     """
     try:
         path = _write_state(folder, f"step-{step:08d}", state)
@@ -35,66 +37,82 @@ def save_checkpoint(folder: Path, step: int, state: dict[str, Any]) -> Path:
         raise StorageError(
             f"The checkpoint of step {step} cannot be written to {folder}: {error}. "
             f"{'Saved so far: ' + kept[0] + '.' if kept else 'Nothing was saved before.'} "
-            "Make room or choose another --runs folder, and run the same command again to go on."
+            "Free some disk space or choose another --runs directory, and rerun the command to resume."
         ) from error
-    for old in checkpoints(folder)[NUM_KEPT:]:
-        old.unlink(missing_ok=True)
+    others = [other for other in checkpoints(folder) if other.name != path.name]
+    if len(others) >= NUM_KEPT:
+        kept_file = next((other for other in others if _is_intact(other)), None)
+        for old in others:
+            if old != kept_file:
+                with suppress(OSError):  # a directory in place of a file, say: it is in nobody's way
+                    old.unlink(missing_ok=True)
     return path
 
 
 def save_epoch_weights(folder: Path, epoch: int, state: dict[str, Any]) -> Path:
-    """Write the weights after an epoch, to stay.
+    """Write the weights after an epoch, to be kept.
 
     Raises:
-        StorageError: the disk is full or the folder unwritable.
+        StorageError: the disk is full or the directory not writable.
     """
     try:
         folder.mkdir(exist_ok=True)
         return _write_state(folder, f"epoch-{epoch:06d}", state)
     except (OSError, RuntimeError) as error:
         raise StorageError(
-            f"The weights of epoch {epoch} cannot be written to {folder}: {error}. Make room, and run the same "
-            "command again to go on."
+            f"The weights of epoch {epoch} cannot be written to {folder}: {error}. Free some disk space, and rerun "
+            "the command to resume."
         ) from error
 
 
-def load_epoch_weights(folder: Path, epoch: int) -> bytes | None:
-    """Return the weights after an epoch, whole and as they were written, or None."""
-    return _read_whole(folder, f"epoch-{epoch:06d}")
+def intact_file(folder: Path, stem: str) -> Path | None:
+    """Return the file of a step (``step-00000012``) or epoch (``epoch-000003``) if it is intact, or None."""
+    return next((path for path in sorted(folder.glob(f"{stem}-*.pt")) if _is_intact(path)), None)
 
 
-def checkpoint_of(folder: Path, step: int) -> bytes | None:
-    """Return the checkpoint after a step, whole and as it was written, or None."""
-    return _read_whole(folder, f"step-{step:08d}")
+def latest_checkpoint(folder: Path, check: Callable[[dict[str, Any]], None] | None = None) -> bytes | None:
+    """Return the content of the latest usable checkpoint, or None. Each corrupt one is skipped with a warning.
 
-
-def latest_checkpoint(folder: Path) -> bytes | None:
-    """Return the content of the latest checkpoint that is whole, or None if there is none.
-
-    A damaged one is passed over with a warning.
+    Args:
+        folder: the directory of the checkpoints.
+        check: raises a ValueError if a state does not belong to the run; if None, only checksums are compared.
     """
     for path in checkpoints(folder):
         try:
             content = path.read_bytes()
-        except OSError as error:
-            warnings.warn(f"{path} cannot be read ({error}); going back to the one before.", stacklevel=2)
-            continue
-        if _is_content_of(path, content):
+            if not _is_content_of(path, content):
+                raise ValueError("its checksum differs")
+            if check is not None:
+                check(read_state(content, torch.device("cpu")))
             return content
-        warnings.warn(f"{path} is damaged (its checksum differs); going back to the one before.", stacklevel=2)
+        except (OSError, ValueError) as error:
+            warnings.warn(f"{path} is corrupt ({error}); falling back to the previous checkpoint.", stacklevel=2)
     return None
 
 
 def read_state(content: bytes, device: torch.device) -> dict[str, Any]:
-    """Return what was saved, with its tensors on a device."""
-    state: dict[str, Any] = torch.load(io.BytesIO(content), map_location=device, weights_only=True)
+    """Return what was saved, with its tensors on a device.
+
+    Raises:
+        ValueError: the content is not that of a checkpoint.
+    """
+    try:
+        state: dict[str, Any] = torch.load(io.BytesIO(content), map_location=device, weights_only=True)
+    except Exception as error:  # torch raises errors of many types over bytes that are not its own
+        raise ValueError(f"torch cannot load it: {type(error).__name__}") from error
+    if not isinstance(state, dict):
+        raise ValueError("it does not hold the state of a run")
     return state
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Return the files of a folder that are named as checkpoints, the latest first."""
-    found = [(int(match[1]), path) for path in folder.iterdir() if (match := PATTERN.fullmatch(path.name))]
-    return [path for _, path in sorted(found, key=lambda item: (item[0], item[1].stat().st_mtime_ns), reverse=True)]
+    """Return the files that are named like checkpoints, the latest first; none if there is no such directory."""
+    found = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if match := PATTERN.fullmatch(path.name):
+            with suppress(FileNotFoundError):  # another process may just have removed it
+                found.append((int(match[1]), path.lstat().st_mtime_ns, path))
+    return [path for _, _, path in sorted(found, reverse=True)]
 
 
 def latest_step(folder: Path) -> int:
@@ -104,26 +122,25 @@ def latest_step(folder: Path) -> int:
 
 
 def prepare_folder(folder: Path, needed_bytes: int) -> None:
-    """Make a folder and see that it can hold three checkpoints of a size; remove what a killed run left half-written.
+    """Create a directory, without what a killed run left half-written, and check that three checkpoints fit into it.
 
     Raises:
-        StorageError: it cannot be made or written to, or the disk has too little room.
+        StorageError: it cannot be created or written to, or the disk has too little room.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for leftover in folder.glob(f"*{TEMPORARY_SUFFIX}"):
-            leftover.unlink()
+        remove_temporary_files(folder)
         probe = folder / f"probe{TEMPORARY_SUFFIX}"
         probe.write_bytes(b"x" * 4096)
         probe.unlink()
         free = shutil.disk_usage(folder).free
     except OSError as error:
-        raise StorageError(f"{folder} cannot be written to: {error}. Choose another folder with --runs.") from error
+        raise StorageError(f"{folder} cannot be written to: {error}. Choose another directory with --runs.") from error
     total = (NUM_KEPT + 1) * needed_bytes
     if free < total:
         raise StorageError(
-            f"{folder} has {free / 1e9:.2f} GB free, but the checkpoints of this run need {total / 1e9:.2f} GB. "
-            "Make room or choose another folder with --runs."
+            f"{folder} has {free / 1e6:,.1f} MB free, but the checkpoints of this run need {total / 1e6:,.1f} MB. "
+            "Free some disk space or choose another directory with --runs."
         )
 
 
@@ -143,13 +160,19 @@ def _write_state(folder: Path, stem: str, state: dict[str, Any]) -> Path:
     return path
 
 
-def _read_whole(folder: Path, stem: str) -> bytes | None:
-    found = ((path, path.read_bytes()) for path in sorted(folder.glob(f"{stem}-*.pt")))
-    return next((content for path, content in found if _is_content_of(path, content)), None)
+def _is_intact(path: Path) -> bool:
+    try:
+        return _checksum(path) == _checksum_in_name(path)
+    except OSError:
+        return False
 
 
 def _is_content_of(path: Path, content: bytes) -> bool:
-    return hashlib.sha256(content).hexdigest()[:16] == path.stem.rpartition("-")[2]
+    return hashlib.sha256(content).hexdigest()[:16] == _checksum_in_name(path)
+
+
+def _checksum_in_name(path: Path) -> str:
+    return path.stem.rpartition("-")[2]
 
 
 def _checksum(path: Path) -> str:

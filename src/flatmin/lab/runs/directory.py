@@ -3,9 +3,9 @@
 spec.json, metrics.jsonl, speed.jsonl, label_noise.json, predicted_labels.json, environment.json, result.json,
 problem.json, tensorboard/, checkpoints/, weights/, measures/, lock.
 
-``metrics.jsonl`` holds only what is the same in every repetition of the run, to the last bit; how fast it went is in
-``speed.jsonl``. ``problem.json`` is what a sweep writes of a run whose loss diverged; sweeps do not try such a run
-again until the file is deleted.
+``metrics.jsonl`` holds only what is bitwise identical in every repetition of the run; how fast it went is in
+``speed.jsonl``. A sweep writes ``problem.json`` for a run whose loss diverged, and skips that run until the file is
+deleted.
 """
 
 import json
@@ -14,14 +14,18 @@ import shutil
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeGuard
+
+import torch
 
 from flatmin.lab.errors import CorruptFileError, RunError, RunLockedError, SpecError, StorageError
 from flatmin.lab.runs.environment import PACKAGES as PACKAGES
 from flatmin.lab.runs.environment import environment
+from flatmin.lab.runs.json_files import read_json, remove_temporary_files, write_atomic, write_json
 from flatmin.lab.spec.experiment import Experiment
 
 Metrics = dict[str, float | int | None]
+PROBLEM_FILE = "problem.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,58 +56,72 @@ class RunDirectory:
 
     @property
     def checkpoints(self) -> Path:
-        """Where checkpoints are."""
+        """The directory of checkpoints."""
         return self.path / "checkpoints"
 
     @property
     def weights(self) -> Path:
-        """Where weights along training are kept, if they are."""
+        """The directory of weights saved along training, if any."""
         return self.path / "weights"
 
     def open(self, num_workers: int | None = None) -> None:
-        """Take the directory for this process and write the spec, or see that it is the one already there.
+        """Lock the directory for this process, and write the spec or check the existing one.
 
         Args:
-            num_workers: how many are about to train; None if nobody is.
+            num_workers: how many workers are about to train; None if none.
 
         Raises:
-            StorageError: it cannot be written to.
-            RunLockedError: another process works on it.
-            RunError: another experiment is in it, or the result of another number of workers.
-            CorruptFileError: one of its files cannot be read.
+            StorageError: the directory is not writable.
+            RunLockedError: another process is working on it.
+            RunError: it belongs to another experiment, or has the result of another number of workers.
+            CorruptFileError: one of its files cannot be used.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(self.path / "lock")
+            for directory in (self.path, self.weights):
+                remove_temporary_files(directory)
             if (self.path / "spec.json").exists():
-                self._check_spec()
+                read_spec(self.path)
             else:
                 write_atomic(self.path / "spec.json", self.experiment.to_json())
             if num_workers is not None:
-                self._check_workers(num_workers)
+                self._check_sessions(num_workers)
         except RunError:
             self.close()
             raise
         except OSError as error:
             self.close()
             raise StorageError(
-                f"{self.path} cannot be written to: {error}. Choose another folder with --runs."
+                f"{self.path} cannot be written to: {error}. Choose another directory with --runs."
             ) from error
 
     def close(self) -> None:
-        """Let other processes have the directory; one in which nothing was begun is removed."""
+        """Unlock the directory; remove it if training never started."""
         if self._lock is not None:
             if {path.name for path in self.path.glob("*")} <= {"lock", "spec.json"}:
                 shutil.rmtree(self.path, ignore_errors=True)
             self._lock.close()
             self._lock = None
 
-    def result(self) -> Result | None:
-        """Return the result if the run is finished."""
-        return read_result(self.path) if is_finished(self.path) else None
+    def result(self, num_workers: int | None = None) -> Result | None:
+        """Return the result if the run is finished. Nothing is written.
+
+        Args:
+            num_workers: how many workers ask for it; None if that is of no importance.
+
+        Raises:
+            RunError: it is the result of another experiment or of another number of workers.
+            CorruptFileError: a file cannot be used.
+        """
+        if not is_finished(self.path):
+            return None
+        if num_workers is not None:
+            self._check_sessions(num_workers)
+        return read_result(self.path)
 
     def write_history(self, history: list[Metrics]) -> None:
-        """Replace metrics.jsonl by what a checkpoint knows: lines of a session that was killed are not in it."""
+        """Replace metrics.jsonl by the history of a checkpoint, without the lines of a session that was killed."""
         write_atomic(self.path / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in history))
 
     def add_metrics(self, line: Metrics) -> None:
@@ -117,20 +135,19 @@ class RunDirectory:
     def write_noise(self, rate: float, seed: int, flipped: list[int]) -> None:
         """Record which training labels were flipped."""
         content = {"rate": rate, "seed": seed, "num_flipped": len(flipped), "flipped": flipped}
-        write_atomic(self.path / "label_noise.json", json.dumps(content) + "\n")
+        write_json(self.path / "label_noise.json", content, indent=None)
 
     def add_environment(self, facts: dict[str, Any]) -> None:
-        """Record where a session of the run takes place: versions, hardware, commit."""
-        sessions = [*read_sessions(self.path), environment() | facts]
-        write_atomic(self.path / "environment.json", json.dumps({"sessions": sessions}, indent=2) + "\n")
+        """Record where a session of the run takes place: versions, hardware, commit, inputs."""
+        write_json(self.path / "environment.json", {"sessions": [*read_sessions(self.path), environment() | facts]})
 
-    def write_json(self, name: str, content: dict[str, Any]) -> None:
-        """Write a file of what else became known of the run, which need not have begun."""
+    def write_problem(self, problem: str) -> None:
+        """Record why the run failed; its directory need not exist."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise StorageError(f"{self.path / name} cannot be written: {error}.") from error
-        write_atomic(self.path / name, json.dumps(content, indent=2) + "\n")
+            raise StorageError(f"{self.path / PROBLEM_FILE} cannot be written: {error}.") from error
+        write_json(self.path / PROBLEM_FILE, {"problem": problem})
 
     def finish(self, history: list[Metrics], time_seconds: float) -> Result:
         """Write the result: from now on the run is finished."""
@@ -141,39 +158,46 @@ class RunDirectory:
             "history": history,
             "time_seconds": time_seconds,
         }
-        write_atomic(self.path / "result.json", json.dumps(content, indent=2) + "\n")
+        write_json(self.path / "result.json", content)
         return Result(
             experiment=self.experiment, seed=self.seed, directory=self.path, history=history, time_seconds=time_seconds
         )
 
-    def _check_spec(self) -> None:
-        if read_spec(self.path).run_hash() != self.experiment.run_hash():
-            raise RunError(
-                f"{self.path} belongs to another experiment: its spec.json is not the one asked for. A default "
-                "may have changed since. Move the directory away, or choose another folder with --runs."
+    def _check_sessions(self, num_workers: int) -> None:
+        """Reject the result of another number of workers; warn if an unfinished run resumes in another way."""
+        sessions, finished = read_sessions(self.path), is_finished(self.path)
+        threads = [session["num_threads"] for session in sessions if "num_threads" in session]
+        if not finished and threads and threads[-1] != torch.get_num_threads() and not torch.cuda.is_available():
+            warnings.warn(
+                f"{self.path} was trained with {threads[-1]} threads so far and resumes with "
+                f"{torch.get_num_threads()}: the result may differ slightly from that of an uninterrupted run. Set "
+                f"OMP_NUM_THREADS={threads[-1]} for the same.",
+                stacklevel=2,
             )
-
-    def _check_workers(self, count: int) -> None:
-        """Refuse the result of another number of workers; an unfinished run may go on with another number."""
-        earlier = {session["num_workers"] for session in read_sessions(self.path) if "num_workers" in session}
-        if earlier <= {count}:
+        earlier = {session["num_workers"] for session in sessions if "num_workers" in session}
+        if earlier <= {num_workers}:
             return
-        before, now = " and ".join(map(_workers, sorted(earlier))), _workers(count)
-        if not is_finished(self.path):
-            warnings.warn(f"{self.path} was begun by {before} and goes on with {now}.", stacklevel=2)
-        elif count not in earlier:
-            # Batch norm sees the examples of one worker together, and with SAM they share an eps.
+        before, now = " and ".join(map(_workers, sorted(earlier))), _workers(num_workers)
+        if not finished:
+            warnings.warn(f"{self.path} was started by {before} and resumes with {now}.", stacklevel=2)
+        elif num_workers not in earlier:
+            # Batch norm sees the examples of one worker together, and with SAM they share one perturbation.
             number = max(earlier)
             same = f"with torchrun --nproc-per-node {number}" if number > 1 else "without torchrun"
             raise RunError(
-                f"{self.path} was trained by {before}, and here {'is' if count == 1 else 'are'} {now}: that is another "
-                f"experiment. For the result that is there run the same command {same}; to train anew choose another "
-                "folder with --runs."
+                f"{self.path} was trained by {before}, but now there {'is' if num_workers == 1 else 'are'} {now}, "
+                f"which is another experiment. For the existing result rerun the command {same}; to train again choose "
+                "another directory with --runs."
             )
 
 
 def _workers(count: int) -> str:
     return f"{count} worker{'s' if count > 1 else ''}"
+
+
+def run_directories(runs: Path) -> list[Path]:
+    """Return the directories of all runs in a directory, by name; flatmin gives none a name that cannot be printed."""
+    return [path.parent for path in sorted(runs.glob("*/spec.json")) if path.parent.name.isprintable()]
 
 
 def is_finished(path: Path) -> bool:
@@ -186,71 +210,122 @@ def read_result(path: Path) -> Result:
 
     Raises:
         RunError: there is no finished run.
-        CorruptFileError: a file of it cannot be read.
+        CorruptFileError: a file cannot be used, or belongs to another run.
     """
     try:
-        experiment, text = read_spec(path), (path / "result.json").read_bytes()
+        experiment, content = read_spec(path), read_json(path / "result.json")
     except FileNotFoundError as error:
         raise RunError(
             f"{path} is not the directory of a finished run: {Path(error.filename).name} is missing."
         ) from None
-    try:
-        content = json.loads(text)
-        return Result(
-            experiment=experiment,
-            seed=content["seed"],
-            directory=path,
-            history=content["history"],
-            time_seconds=content["time_seconds"],
-        )
-    except (ValueError, KeyError, TypeError) as error:
-        raise CorruptFileError(path / "result.json", error) from None
+    seed, history, seconds = content.get("seed"), content.get("history"), content.get("time_seconds")
+    if not (_is_history(history) and _is_number(seconds) and content.get("metrics", history[-1]) == history[-1]):
+        raise CorruptFileError(path / "result.json", "it does not hold the result of a run")
+    if not isinstance(seed, int) or seed != run_seed(path):
+        raise CorruptFileError(path / "result.json", f"it has the result of seed {seed}")
+    return Result(experiment=experiment, seed=seed, directory=path, history=history, time_seconds=seconds)
 
 
 def read_spec(path: Path) -> Experiment:
-    """Read the experiment of a run from its directory.
+    """Read the experiment of a run from its directory, whose name has the experiment's hash.
 
     Raises:
         FileNotFoundError: it has no spec.
-        CorruptFileError: the spec cannot be read.
+        CorruptFileError: the spec cannot be used, or belongs to another run.
+    """
+    file = path / "spec.json"
+    try:
+        experiment = Experiment.from_json(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise
+    except (OSError, SpecError, ValueError, RecursionError) as error:
+        raise CorruptFileError(file, error) from None
+    name = experiment.run_name(0).removesuffix("0")
+    if not any(found.removeprefix(name).isdigit() for found in _names(path)):
+        raise CorruptFileError(
+            file,
+            f"it belongs to another experiment, whose directories are called {name}N",
+            "It was edited, the directory was copied or renamed, or a default of flatmin has changed since. Restore "
+            "the file or the name; or move the directory away and train again.",
+        )
+    return experiment
+
+
+def run_seed(path: Path) -> int | None:
+    """Return the seed of a run by the name of its directory; None if that is not the name of a run."""
+    seeds = (name.rpartition("-seed")[2] for name in _names(path))
+    return next((int(seed) for seed in seeds if seed.isascii() and seed.isdigit()), None)
+
+
+def _names(path: Path) -> tuple[str, str]:
+    """Return what a directory is called, by the path itself and with links followed (also of ``.``)."""
+    return path.name, path.resolve().name
+
+
+def read_problem(path: Path) -> str | None:
+    """Return why a run failed; None if it did not.
+
+    Raises:
+        CorruptFileError: the file cannot be used.
     """
     try:
-        return Experiment.from_json((path / "spec.json").read_text(encoding="utf-8"))
-    except (SpecError, ValueError) as error:
-        raise CorruptFileError(path / "spec.json", error) from None
+        return str(read_json(path / PROBLEM_FILE).get("problem", ""))
+    except FileNotFoundError:
+        return None
 
 
 def read_sessions(path: Path) -> list[dict[str, Any]]:
     """Read where the sessions of a run took place, the latest last; none if that is not known.
 
     Raises:
-        CorruptFileError: the file cannot be read.
+        CorruptFileError: the file cannot be used.
     """
     file = path / "environment.json"
     try:
-        sessions: list[dict[str, Any]] = json.loads(file.read_bytes())["sessions"]
-        return sessions
+        sessions = read_json(file).get("sessions")
     except FileNotFoundError:
         return []
-    except (ValueError, KeyError, TypeError) as error:
-        raise CorruptFileError(file, error) from None
+    if not isinstance(sessions, list) or not all(isinstance(session, dict) for session in sessions):
+        raise CorruptFileError(file, "it does not hold a list of sessions")
+    return sessions
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Write a file that is there in full or not at all.
+def last_metrics(path: Path) -> Metrics:
+    """Return the metrics of the last epoch that a run has completed; none if there is none.
 
     Raises:
-        StorageError: it cannot be written; what was there before is untouched.
+        CorruptFileError: a file cannot be used.
     """
-    temporary = path.with_suffix(".part")
+    if is_finished(path):
+        return read_result(path).metrics
+    file = path / "metrics.jsonl"
     try:
-        with temporary.open("w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        lines = file.read_bytes().splitlines()
+    except FileNotFoundError:
+        return {}
     except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error}. What was saved before is untouched.") from error
+        raise CorruptFileError(file, error, "Rerun the training command, which writes it again.") from None
+    for line in reversed(lines):
+        try:
+            metrics = json.loads(line)
+        except (ValueError, RecursionError):  # a killed process may leave half a line, which the next session replaces
+            continue
+        if _is_history([metrics]):
+            return dict(metrics)
+    return {}
+
+
+def _is_history(history: Any) -> TypeGuard[list[Metrics]]:
+    return (
+        isinstance(history, list)
+        and len(history) > 0
+        and all(isinstance(line, dict) and isinstance(line.get("epoch"), int) for line in history)
+        and all(value is None or _is_number(value) for line in history for value in line.values())
+    )
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _append(path: Path, line: Metrics) -> None:
@@ -258,7 +333,7 @@ def _append(path: Path, line: Metrics) -> None:
         with path.open("a") as file:
             file.write(json.dumps(line) + "\n")
     except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error}. What was saved before is untouched.") from error
+        raise StorageError(f"{path} cannot be written: {error}. What was saved before is unchanged.") from error
 
 
 def _locked(path: Path) -> IO[str]:

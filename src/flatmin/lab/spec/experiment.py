@@ -1,8 +1,8 @@
 """What a run is: frozen dataclasses, checked when built, kept as JSON, named by a hash.
 
 Every field is a flag of ``flatmin train``, with the docstring below it as its help. Two specs that differ
-only in ``name`` or ``claim`` are the same run. Fields at their defaults take no part in the hash, so that a
-field added later, with a default that means "as before", leaves the names of finished runs as they are.
+only in ``name`` are the same run. Fields at their defaults take no part in the hash, so that a field added
+later, with a default that means "as before", leaves the names of finished runs as they are.
 """
 
 import dataclasses
@@ -10,9 +10,7 @@ import hashlib
 import json
 import math
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
-
-import tyro
+from typing import Any, Literal
 
 from flatmin.core.checks import check_p, check_rho
 from flatmin.lab.errors import SpecError
@@ -20,7 +18,7 @@ from flatmin.lab.spec.datasets import DATASETS, FOLDER_PREFIX, dataset_info
 from flatmin.lab.spec.fields import build, conform, did_you_mean, field_error, plain, require
 from flatmin.lab.spec.models import check_model_name
 
-__all__ = ["Claim", "Data", "Experiment", "Model", "Optim", "SpecError"]
+__all__ = ["Data", "Experiment", "Model", "Optim", "SpecError"]
 
 Augment = Literal["none", "basic", "cutout", "autoaugment", "imagenet"]
 
@@ -243,24 +241,6 @@ class Optim:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Claim:
-    """What a publication says of an experiment."""
-
-    source: str
-    """Where, for example "Table 1"."""
-    metric: str
-    """The name of a metric of the run, for example "test_error"."""
-    mean: float
-    """The published mean."""
-    ci: float | None = None
-    """Half the width of its 95 % confidence interval, where given."""
-
-    def __post_init__(self) -> None:
-        """Check every field."""
-        conform(self)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Experiment:
     """One network trained on one dataset; with a seed it is a run."""
 
@@ -281,8 +261,6 @@ class Experiment:
     """bfloat16: autocast (weights stay float32); auto does that where the hardware has it."""
     compile: bool = False
     """Compile the network with torch.compile: slow to start, then faster."""
-    claim: Annotated[Claim | None, tyro.conf.Suppress] = None
-    """What a publication says this should give."""
 
     def __post_init__(self) -> None:
         """Check every field."""
@@ -319,6 +297,8 @@ class Experiment:
             tree = json.loads(text)
         except json.JSONDecodeError as error:
             raise SpecError(f"This is not a spec in JSON: {error}.") from None
+        if isinstance(tree, dict):
+            tree.pop("claim", None)  # a field that there was once; it was never part of a run's hash
         experiment: Experiment = build(cls, tree, "")
         return experiment
 
@@ -330,7 +310,6 @@ class Experiment:
         """Return ten hexadecimal digits that name this experiment, equal on every machine."""
         tree = plain(self, leave_defaults_out=True)
         tree.pop("name", None)
-        tree.pop("claim", None)
         return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:10]
 
     def run_name(self, seed: int) -> str:

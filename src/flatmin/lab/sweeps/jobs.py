@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from flatmin.lab.runs.directory import Result, read_result
+from flatmin.lab.runs.directory import Result, is_finished, read_problem, read_result
+from flatmin.lab.runs.json_files import read_json
 from flatmin.lab.spec.experiment import Experiment
 
 MeasurementResult = dict[str, Any]
 MeasurementKind = Literal["sharpness", "spectrum", "landscape", "bound", "noise", "cosine"]
-PROBLEM_FILE = "problem.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +70,10 @@ class Outcome:
 def read_outcome(job: Job, runs: Path) -> Outcome:
     """Return what a folder of runs knows of a job."""
     path = runs / job.name
-    if (path / PROBLEM_FILE).exists():
-        return Outcome(job=job, failure=json.loads((path / PROBLEM_FILE).read_text())["problem"])
-    if not (path / "result.json").exists():
+    problem = read_problem(path)
+    if problem is not None:
+        return Outcome(job=job, failure=problem)
+    if not is_finished(path):
         return Outcome(job=job)
     files = {m: path / "measures" / m.file_name() for m in job.measurements}
     measured = {m: _read_facts(file) for m, file in files.items() if file.exists()}
@@ -80,8 +81,7 @@ def read_outcome(job: Job, runs: Path) -> Outcome:
 
 
 def _read_facts(file: Path) -> MeasurementResult:
-    facts: MeasurementResult = json.loads(file.read_text())
-    return {name: _numbers(value) if isinstance(value, list) else value for name, value in facts.items()}
+    return {name: _numbers(value) if isinstance(value, list) else value for name, value in read_json(file).items()}
 
 
 def _numbers(values: list[Any]) -> list[Any]:

@@ -4,7 +4,6 @@ Every measure is given a target, the path of its files without their suffixes: f
 are beside it.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,8 +12,7 @@ from typing import TYPE_CHECKING
 import torch.nn.functional as F
 
 from flatmin.lab.errors import SpecError, StorageError
-from flatmin.lab.runs.directory import write_atomic
-from flatmin.lab.spec.fields import finite
+from flatmin.lab.runs.json_files import write_json
 from flatmin.lab.sweeps.jobs import Measurement, MeasurementResult
 from flatmin.lab.training.trained_model import TrainedModel, load_trained
 from flatmin.measures import (
@@ -215,5 +213,5 @@ def _written(target: Path, facts: MeasurementResult, plot: Callable[[], "Figure"
             plot().savefig(target.with_suffix(".svg"))
     except OSError as error:
         raise StorageError(f"{target.parent} cannot be written to: {error}.") from error
-    write_atomic(target.with_suffix(".json"), json.dumps(finite(facts), indent=2) + "\n")  # last: where it is, all is
+    write_json(target.with_suffix(".json"), facts)  # last: if it exists, so do the plots
     return facts

@@ -18,7 +18,7 @@ from flatmin.lab.errors import (
     StorageError,
 )
 from flatmin.lab.runs.directory import RunDirectory
-from flatmin.lab.sweeps.jobs import PROBLEM_FILE, Job, read_outcome
+from flatmin.lab.sweeps.jobs import Job, read_outcome
 from flatmin.lab.sweeps.measurements import measure_run
 from flatmin.lab.training.engine import train
 
@@ -102,7 +102,7 @@ def _measure_missing(job: Job, runs: Path, data_root: Path | None) -> None:
 
 def _diverged(job: Job, runs: Path, message: str) -> JobStatus:
     try:
-        RunDirectory(job.experiment, job.seed, runs).write_json(PROBLEM_FILE, {"problem": message})
+        RunDirectory(job.experiment, job.seed, runs).write_problem(message)
     except StorageError as error:
         return JobStatus(kind="mistake", message=str(error), error=error)
     return JobStatus(kind="diverged", message=message)

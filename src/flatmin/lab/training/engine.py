@@ -1,12 +1,12 @@
-"""Trains one network: `train(experiment, seed)` from top to bottom.
+"""Trains one model: `train(experiment, seed)` from top to bottom.
 
-The same spec and seed give the same weights and metrics, bit for bit, on the same machine with the same number of
-workers, however often the run was killed in between. For that, everything random is a function of (seed, step,
-example, worker), and a checkpoint between any two steps holds all the rest.
+The same spec and seed give bitwise identical weights and metrics on the same machine with the same number of workers
+and threads, however often the run was killed. To that end everything random is a function of (seed, step, example,
+worker), and a checkpoint between any two steps holds all the rest.
 """
 
 import signal
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from flatmin.lab.data.datasets import load_dataset
+from flatmin.lab.data.datasets import Dataset, load_dataset
 from flatmin.lab.data.images import Images
 from flatmin.lab.data.pipeline import Pipeline, epoch_batches
 from flatmin.lab.data.randomness import Purpose, torch_seed
-from flatmin.lab.errors import DivergedError, InterruptedRun, RunError
+from flatmin.lab.errors import DataError, DivergedError, InterruptedRun, ModelError, RunError, SpecError
 from flatmin.lab.models.build import build_model, freeze_batch_norm, input_statistics
 from flatmin.lab.runs.checkpoint import (
     latest_checkpoint,
@@ -28,9 +28,11 @@ from flatmin.lab.runs.checkpoint import (
     save_checkpoint,
     save_epoch_weights,
 )
-from flatmin.lab.runs.directory import Metrics, Result, RunDirectory, is_finished
+from flatmin.lab.runs.directory import Metrics, Result, RunDirectory, is_finished, read_sessions
+from flatmin.lab.runs.inputs import IMAGES, WEIGHTS, check_inputs, image_fingerprint, weights_fingerprint
 from flatmin.lab.runs.tensorboard import tensorboard, write_events
 from flatmin.lab.spec.experiment import Experiment
+from flatmin.lab.spec.fields import finite
 from flatmin.lab.training.distributed import Workers, join_workers
 from flatmin.lab.training.divergence import remedies
 from flatmin.lab.training.evaluation import evaluate, what_is_evaluated
@@ -46,7 +48,7 @@ from flatmin.lab.training.steps import StepMetrics, Stepper
 from flatmin.lab.training.trained_model import load_trained, with_weights_file
 
 CHECKPOINT_SECONDS = 60.0
-GPU_ATTENTION_STEPS = 20  # looking at the loss, or asking the other workers, waits for the device
+GPU_ATTENTION_STEPS = 20  # reading the loss, or asking the other workers, synchronizes with the device
 
 
 def train(
@@ -58,28 +60,32 @@ def train(
     callback: Callback | None = None,
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
 ) -> Result:
-    """Train, evaluate after every epoch, and return the result; go on where an earlier session stopped.
+    """Train, evaluate after every epoch, and return the result; resume if an earlier session was interrupted.
 
     Args:
         experiment: what to train.
         seed: initial weights, order, augmentation and random layers.
-        runs: the folder of all runs; this one's directory is in it, named by ``experiment.run_name(seed)``.
-        data_root: the first folder in which datasets are looked for.
-        callback: is told how it goes.
+        runs: the directory of all runs; this one's is in it, named by ``experiment.run_name(seed)``.
+        data_root: the first directory in which datasets are searched for.
+        callback: is called at the start and after every step and epoch.
         checkpoint_seconds: how long to train, at most, before saving; 0 saves after every step.
 
     Returns:
-        The result; at once, if the run was finished before.
+        The result; immediately, if the run is finished.
 
     Raises:
-        DataError: the dataset is missing or damaged.
-        ModelError: the network or its checkpoint cannot be had.
-        StorageError: nothing can be written.
-        RunLockedError: another process works on this run.
-        RunError: another experiment is in its directory, or there are more workers than examples in a batch.
+        SpecError: ``checkpoint_seconds`` is negative or NaN.
+        DataError: the dataset is missing or corrupt.
+        ModelError: the model or its checkpoint cannot be loaded.
+        StorageError: writing failed.
+        RunLockedError: another process is working on this run.
+        RunError: the directory belongs to another experiment, an input has changed since the run started, or there
+            are more workers than examples in a batch.
         DivergedError: the loss became NaN or infinite.
-        InterruptedRun: SIGTERM or Ctrl-C came; everything is saved.
+        InterruptedRun: SIGTERM or Ctrl-C arrived; everything is saved.
     """
+    if not checkpoint_seconds >= 0:
+        raise SpecError(f"checkpoint_seconds must be at least 0 (0 saves after every step); got {checkpoint_seconds}.")
     with join_workers() as workers:
         path = runs / experiment.run_name(seed)
         if experiment.data.bootstrap and not workers.on_main(lambda: is_finished(path)):
@@ -96,12 +102,11 @@ def _train(
     checkpoint_seconds: float,
     workers: Workers,
 ) -> Result:
-    """Train one network; one that bootstraps needs its finished first stage."""
+    """Train one model; one that bootstraps needs its finished first stage."""
     with ExitStack() as stack:
         directory = RunDirectory(experiment, seed, runs)
         stack.callback(directory.close)  # only the main process opens it
-        workers.on_main(lambda: directory.open(workers.count))
-        finished = workers.on_main(directory.result)
+        finished = workers.on_main(lambda: _open(directory, workers.count, data_root))
         if finished is not None:
             return finished
         stack.enter_context(torch.random.fork_rng([workers.device] if workers.device.type == "cuda" else []))
@@ -118,7 +123,7 @@ class _Run:
         self, experiment: Experiment, seed: int, directory: RunDirectory, workers: Workers, data_root: Path | None
     ) -> None:
         self.experiment, self.directory, self.workers = experiment, directory, workers
-        self.dataset = workers.on_each(lambda: load_dataset(experiment.data, data_root=data_root))
+        self.dataset = loaded = workers.on_each(lambda: load_dataset(experiment.data, data_root=data_root))
         if experiment.data.bootstrap:
             first_stage = directory.path.with_name(experiment.first_stage().run_name(seed))
             labels = workers.on_main(lambda: self._predicted_labels(first_stage, data_root))
@@ -128,6 +133,7 @@ class _Run:
         torch.manual_seed(torch_seed(seed, Purpose.NETWORK_INIT))
         info = self.dataset.info
         network = workers.on_each(self._build_network)
+        self.inputs = workers.on_main(lambda: self._check_inputs(loaded))
         mean, std = input_statistics(network) or (info.mean, info.std)
         self.network: nn.Module = network.to(workers.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.stepper = Stepper(experiment, self.network, seed, workers)
@@ -154,14 +160,21 @@ class _Run:
         if not has_predicted_labels(self.directory.path):
             first = load_trained(first_stage, data_root=data_root)
             write_predicted_labels(self.directory.path, self.dataset.train.labels, first.predicted_labels())
-        return read_predicted_labels(self.directory.path)
+        return read_predicted_labels(self.directory.path, self.dataset)
 
     def _build_network(self) -> nn.Module:
-        """Build the network; only the main process needs a checkpoint's file, as DDP shares its weights."""
+        """Build the model; only the main process needs a checkpoint's file, as DDP shares its weights."""
         model, info = self.experiment.model.without_checkpoint(), self.dataset.info
         if self.workers.is_main:
             model = with_weights_file(self.experiment.model, self.directory.path.parent)
+        self.weights_file = model.checkpoint
         return build_model(model, num_classes=info.num_classes, in_channels=info.channels)
+
+    def _check_inputs(self, dataset: Dataset) -> dict[str, str]:
+        """Compare the files from outside with those of earlier sessions, and return their fingerprints."""
+        inputs = image_fingerprint(dataset) | weights_fingerprint(self.weights_file)
+        check_inputs(self.directory.path, inputs)
+        return inputs
 
     def _check_batch_size(self) -> None:
         smallest = len(self.dataset.train.labels) // self.steps_per_epoch
@@ -172,7 +185,7 @@ class _Run:
             )
 
     def resume(self) -> None:
-        """Load the latest intact checkpoint, or save the start, which shows that checkpoints can be written."""
+        """Load the latest usable checkpoint, or save the start, which shows that checkpoints can be written."""
         content = self.workers.on_main(self._latest_checkpoint)
         if content is not None:
             self._load(read_state(content, self.workers.device))
@@ -183,10 +196,12 @@ class _Run:
 
     def _latest_checkpoint(self) -> bytes | None:
         prepare_folder(self.directory.checkpoints, self._checkpoint_bytes())
-        return latest_checkpoint(self.directory.checkpoints)
+        return latest_checkpoint(self.directory.checkpoints, self._check_state)
 
     def _write_start(self) -> None:
-        self.directory.add_environment({"num_workers": self.workers.count, "precision": self.stepper.precision})
+        self.directory.add_environment(
+            {"num_workers": self.workers.count, "precision": self.stepper.precision, "inputs": self.inputs}
+        )
         self.directory.write_history(self.progress.history)
         data = self.experiment.data
         if data.label_noise:
@@ -224,7 +239,7 @@ class _Run:
             freeze_batch_norm(self.network)
 
     def _count(self, measured: StepMetrics, num_examples: int) -> None:
-        """Add a step to the epoch's sums and remember the first step with a loss that is no number, on the device."""
+        """Add a step to the epoch's sums and remember the first step whose loss is not finite, on the device."""
         at_w, perturbed = measured.at_w, measured.perturbed
         means = torch.stack([at_w.loss, at_w.error, perturbed.loss, perturbed.error]).double()
         self.progress.sums += num_examples * torch.cat([means.new_ones(1), means])
@@ -232,7 +247,7 @@ class _Run:
         self.bad_step = torch.where(diverges_now, self.progress.step, self.bad_step)
 
     def _complete_epoch(self, events: Any, callback: Callback | None, examples_per_second: float, lr: float) -> None:
-        """Evaluate, write the epoch's line, and begin the next epoch."""
+        """Evaluate, write the epoch's line, and start the next epoch."""
         progress, sam = self.progress, self.experiment.optim.rho > 0
         num, loss, error, perturbed_loss, perturbed_error = self.workers.sum(progress.sums).tolist()
         metrics: Metrics = {
@@ -251,7 +266,7 @@ class _Run:
         for name, images in (("valid", self.dataset.valid), ("test", self.dataset.test)):
             if images is not None:
                 found = self._evaluate(images) if evaluates else dict.fromkeys(self.evaluated)
-                metrics.update({f"{name}_{key}": value for key, value in found.items()})
+                metrics.update({f"{name}_{key}": value for key, value in finite(found).items()})
         self._keep_weights()
         speed: Metrics = {"epoch": progress.epoch, "images_per_second": examples_per_second}
         self.workers.on_main(lambda: self._write_epoch(metrics, speed, events))
@@ -264,7 +279,7 @@ class _Run:
         write_events(events, metrics | speed)
 
     def _finished(self) -> bool:
-        """Return whether all epochs are done, or the training set is fitted as well as was asked."""
+        """Return whether all epochs are done, or the training loss is as low as `stop_loss`."""
         progress, stop_loss = self.progress, self.experiment.stop_loss
         loss = progress.history[-1]["train_loss"] if progress.history else None
         fitted = stop_loss is not None and loss is not None and loss <= stop_loss
@@ -275,14 +290,14 @@ class _Run:
         return evaluate(self.network, batches, self.evaluated, self.stepper.precision, self.workers)
 
     def _keep_weights(self) -> None:
-        """Save the weights apart where measures along training were asked for."""
+        """Save the weights after an epoch if `keep_every` asks for them."""
         every, epoch = self.experiment.keep_every, self.progress.epoch
         if every is not None and epoch % every == 0:
             state = {"model": self.network.state_dict()}
             self.workers.on_main(lambda: save_epoch_weights(self.directory.weights, epoch, state))
 
     def _pause(self, clock: Clock, interruption: Interruption) -> None:
-        """Between two steps: stop if the loss is no number, save if it is time to, stop if a signal came."""
+        """Between two steps: stop if the loss diverged, save if it is time to, stop if a signal arrived."""
         self._stop_if_diverged()
         finished = self._finished()
         due = finished or (self.workers.is_main and clock.checkpoint_is_due())
@@ -295,7 +310,7 @@ class _Run:
             raise InterruptedRun(
                 stop,
                 f"Stopped by {signal.Signals(stop).name} after step {self.progress.step} of {self.num_steps}. "
-                f"Everything is saved in {self.directory.path}: run the same command again to go on.",
+                f"Everything is saved in {self.directory.path}: rerun the command to resume.",
             )
 
     def _stop_if_diverged(self) -> None:
@@ -305,7 +320,7 @@ class _Run:
         epoch, number = divmod(bad_step, self.steps_per_epoch)
         examples = epoch_batches(len(self.dataset.train.labels), self.experiment.data, self.seed, epoch)[number]
         raise DivergedError(
-            f"The loss is no number any more at step {bad_step} (epoch {epoch + 1}, batch {number}, examples "
+            f"The loss diverged (NaN or inf) at step {bad_step} (epoch {epoch + 1}, batch {number}, examples "
             f"{', '.join(map(str, examples[:8]))}, ...). The last good checkpoint is kept in "
             f"{self.directory.checkpoints}. Try {', '.join(remedies(self.experiment.optim, self.stepper.precision))}."
         )
@@ -325,6 +340,24 @@ class _Run:
         }
         self.workers.on_main(lambda: save_checkpoint(self.directory.checkpoints, self.progress.step, state))
 
+    def _check_state(self, state: dict[str, Any]) -> None:
+        """Raise a ValueError if a state is not one that this run can resume from."""
+        try:
+            progress = RunProgress.from_state(state, self.workers)
+            shapes = {name: tensor.shape for name, tensor in state["model"].items()}
+            sizes = [len(group["params"]) for group in state["optimizer"]["param_groups"]]
+            expected = divmod(progress.step, self.steps_per_epoch)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+            raise ValueError(f"it does not hold the state of a run: {type(error).__name__} {error}") from error
+        if (progress.epoch, progress.batch) != expected or len(progress.history) != progress.epoch:
+            raise ValueError("its step, epoch and history do not fit together")
+        if progress.step > self.num_steps:
+            raise ValueError(f"it is of step {progress.step}, and the run has only {self.num_steps} steps")
+        if shapes != {name: tensor.shape for name, tensor in self.network.state_dict().items()}:
+            raise ValueError("its weights are those of another model")
+        if sizes != [len(group["params"]) for group in self.stepper.optimizer.param_groups]:
+            raise ValueError("its optimizer is that of another model")
+
     def _load(self, state: dict[str, Any]) -> None:
         self.network.load_state_dict(state["model"])
         self.stepper.optimizer.load_state_dict(state["optimizer"])
@@ -333,3 +366,29 @@ class _Run:
     def _checkpoint_bytes(self) -> int:
         copies = {"sgd": 2, "adamw": 3}[self.experiment.optim.name]  # the weights and the optimizer's averages
         return copies * sum(int(t.nbytes) for t in self.network.state_dict().values())
+
+
+def _open(directory: RunDirectory, num_workers: int, data_root: Path | None) -> Result | None:
+    """Return the result of a finished run, or lock its directory; in the main process."""
+    if not (is_finished(directory.path) and (directory.path / "spec.json").exists()):
+        directory.open(num_workers)  # not for a finished run: the disk may be read-only
+    finished = directory.result(num_workers)
+    if finished is not None:
+        _check_inputs_of_finished(finished, data_root)
+    return finished
+
+
+def _check_inputs_of_finished(result: Result, data_root: Path | None) -> None:
+    """Compare the files that a finished run read from outside; the result stands if they are gone.
+
+    Raises:
+        RunError: one of them has changed.
+    """
+    run, experiment = result.directory, result.experiment
+    recorded = {name for session in read_sessions(run) for name in session.get("inputs") or {}}
+    with suppress(DataError):
+        if IMAGES in recorded:
+            check_inputs(run, image_fingerprint(load_dataset(experiment.data, data_root=data_root)))
+    with suppress(ModelError):
+        if WEIGHTS in recorded:
+            check_inputs(run, weights_fingerprint(with_weights_file(experiment.model, run.parent).checkpoint))

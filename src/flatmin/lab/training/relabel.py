@@ -1,6 +1,5 @@
-"""Labels that a first network predicted, on which a second one is trained from scratch (Section 3.3)."""
+"""Labels that a first model predicted, on which a second one is trained from scratch (Section 3.3)."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,25 +7,48 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatmin.lab.data.datasets import Dataset
-from flatmin.lab.runs.directory import write_atomic
+from flatmin.lab.errors import CorruptFileError, RunError
+from flatmin.lab.runs.json_files import read_json, write_json
 
 FILE = "predicted_labels.json"
 
 
 def write_predicted_labels(run: Path, given: NDArray[np.int64], predicted: NDArray[np.int64]) -> None:
-    """Keep the predictions in the directory of the second run: a resumed one has to see the same labels."""
+    """Save the predictions in the directory of the second run, so that it sees the same labels when it resumes."""
     content = {"num_changed": int((given != predicted).sum()), "labels": predicted.tolist()}
-    write_atomic(run / FILE, json.dumps(content) + "\n")
+    write_json(run / FILE, content, indent=None)
 
 
 def has_predicted_labels(run: Path) -> bool:
-    """Return whether the first network has predicted the labels of a run."""
+    """Return whether the first model has predicted the labels of a run."""
     return (run / FILE).exists()
 
 
-def read_predicted_labels(run: Path) -> NDArray[np.int64]:
-    """Return the labels that are kept in the directory of a run."""
-    return np.array(json.loads((run / FILE).read_text())["labels"], dtype=np.int64)
+def read_predicted_labels(run: Path, dataset: Dataset) -> NDArray[np.int64]:
+    """Return the labels that were predicted for the training set of a run, as `load_dataset` returns it.
+
+    Raises:
+        RunError: the labels are missing.
+        CorruptFileError: they are not those that were predicted for this training set.
+    """
+    given = dataset.train.labels
+    try:
+        content = read_json(run / FILE)
+        labels: NDArray[np.int64] = np.array(content["labels"])
+        if labels.dtype != np.int64 or labels.shape != given.shape:
+            raise ValueError(f"it does not have one label for each of {len(given)} examples")
+        if labels.min() < 0 or labels.max() >= dataset.info.num_classes:
+            raise ValueError(f"a label is not one of {dataset.info.num_classes} classes")
+        if content["num_changed"] != (labels != given).sum():
+            raise ValueError("its labels are not those it was written with")
+        return labels
+    except FileNotFoundError:
+        raise RunError(
+            f"{run / FILE} is missing. Delete result.json and rerun the training command, which predicts the labels "
+            "again."
+        ) from None
+    except (KeyError, ValueError, TypeError, OverflowError) as error:
+        raise CorruptFileError(run / FILE, error) from None
 
 
 def relabeled(dataset: Dataset, labels: NDArray[np.int64]) -> Dataset:

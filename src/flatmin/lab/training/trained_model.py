@@ -1,9 +1,12 @@
-"""A trained network with its data, read back from the directory of its run, to be measured."""
+"""A trained model with its data, read from the directory of its run, to be measured or fine-tuned."""
 
 import copy
 import hashlib
+import json
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,11 +16,13 @@ from torch import Tensor, nn
 from flatmin.lab.data.datasets import Dataset, load_dataset
 from flatmin.lab.data.images import Images
 from flatmin.lab.data.pipeline import Pipeline
-from flatmin.lab.errors import ModelError, RunError
+from flatmin.lab.errors import CorruptFileError, ModelError, RunError
 from flatmin.lab.models.build import build_model, input_statistics
-from flatmin.lab.runs.checkpoint import checkpoint_of, checkpoints, latest_checkpoint, load_epoch_weights, read_state
+from flatmin.lab.runs.checkpoint import intact_file, latest_checkpoint, read_state
 from flatmin.lab.runs.directory import is_finished, read_result, read_spec
+from flatmin.lab.runs.inputs import check_inputs, image_fingerprint
 from flatmin.lab.spec.experiment import Experiment, Model
+from flatmin.lab.spec.fields import finite
 from flatmin.lab.training.relabel import read_predicted_labels, relabeled
 
 RUN_PREFIX = "run:"
@@ -25,19 +30,19 @@ RUN_PREFIX = "run:"
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where the weights of a network are from."""
+    """Where the weights of a model are from."""
 
     epoch: int
     """How many epochs it was trained for."""
     step: int | None
-    """... and how many steps; None for weights that were kept along training."""
+    """... and how many steps; None for weights that were saved along training."""
     checksum: str
     """Of their file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedModel:
-    """A network as its run left it, in evaluation mode, and the dataset it was trained on."""
+    """A model as its run left it, in evaluation mode, and the dataset it was trained on."""
 
     directory: Path
     """Of the run."""
@@ -48,15 +53,13 @@ class TrainedModel:
     origin: Origin
 
     def at_epoch(self, epoch: int | None) -> "TrainedModel":
-        """Return the network as it was after another epoch (the latest if None), with the same dataset.
+        """Return the model as it was after another epoch (the latest if None), with the same dataset.
 
         Raises:
-            RunError: the run has not kept these weights.
+            RunError: the run has not saved these weights.
         """
         network = copy.deepcopy(self.network)
-        weights, origin = _read_weights(self.directory, epoch)
-        network.load_state_dict(weights)
-        return replace(self, network=network, origin=origin)
+        return replace(self, network=network, origin=_load_weights(network, self.directory, epoch))
 
     def training_batches(self, num_examples: int | None = None, batch_size: int = 500) -> list[tuple[Tensor, Tensor]]:
         """Return training examples, not augmented, with the labels they were trained with (noise included).
@@ -73,66 +76,65 @@ class TrainedModel:
 
     def _batches(self, images: Images, num_examples: int | None, batch_size: int) -> list[tuple[Tensor, Tensor]]:
         batches: list[tuple[Tensor, Tensor]] = []
-        left = len(images.labels) if num_examples is None else num_examples
-        for batch in self.pipeline.evaluation(images):
-            for inputs, labels in zip(batch.inputs.split(batch_size), batch.labels.split(batch_size), strict=True):  # type: ignore[no-untyped-call]
-                if left > 0:
-                    batches.append((inputs[:left], labels[:left]))
-                    left -= len(labels)
+        for batch in self.pipeline.evaluation(images.take(np.arange(len(images.labels))[:num_examples])):
+            batches += zip(batch.inputs.split(batch_size), batch.labels.split(batch_size), strict=True)  # type: ignore[no-untyped-call]
         return batches
 
     @torch.no_grad()
     def predicted_labels(self) -> NDArray[np.int64]:
-        """Return the class that the network gives to each training example, not augmented."""
+        """Return the class that the model gives to each training example, not augmented."""
         logits = [self.network(batch.inputs) for batch in self.pipeline.evaluation(self.dataset.train)]
         labels: NDArray[np.int64] = torch.cat(logits).argmax(1).cpu().numpy()
         return labels
 
 
 def with_weights_file(model: Model, runs: Path) -> Model:
-    """Return the model with a file as its checkpoint where that is another run of a folder (``run:NAME``).
+    """Return the model with a file as its checkpoint if that is another run of the same directory (``run:NAME``).
 
     Raises:
-        ModelError: there is no such run, or it has no checkpoint.
+        ModelError: there is no such run, it is not finished, or its final weights are missing or corrupt.
     """
     if model.checkpoint is None or not model.checkpoint.startswith(RUN_PREFIX):
         return model
-    folder = runs / model.checkpoint.removeprefix(RUN_PREFIX) / "checkpoints"
-    found = checkpoints(folder) if folder.is_dir() else []
-    if not found:
+    run = runs / model.checkpoint.removeprefix(RUN_PREFIX)
+    if not is_finished(run):
         raise ModelError(
-            f"model.checkpoint is {model.checkpoint}, but there is no checkpoint in {folder}. Train that run first, or "
-            "choose the folder it is in with --runs."
+            f"model.checkpoint is {model.checkpoint}, but there is no finished run {run}. Train it first, or choose "
+            "the directory it is in with --runs."
         )
-    return replace(model, checkpoint=str(found[0]))
+    try:
+        return replace(model, checkpoint=str(_final_weights(run)))
+    except RunError as error:
+        raise ModelError(f"model.checkpoint is {model.checkpoint}: {error}") from error
 
 
 def load_trained(path: Path, *, data_root: Path | None = None, epoch: int | None = None) -> TrainedModel:
-    """Read a run's network and dataset; the run need not be finished.
+    """Read a run's model and dataset; the run need not be finished.
 
     Args:
         path: the run's directory.
-        data_root: the first folder in which the dataset is looked for.
-        epoch: take the weights after this epoch, which the run kept (``keep_every``); the latest if None.
+        data_root: the first directory in which the dataset is searched for.
+        epoch: use the weights after this epoch, which the run saved (``keep_every``); the latest if None.
 
     Raises:
-        RunError: there is no run, it has no whole checkpoint, or it is finished and its last checkpoint is damaged.
-        DataError: the dataset is missing or damaged.
+        RunError: there is no run, it has no intact checkpoint, it is finished and its last checkpoint is corrupt, or
+            its images have changed.
+        DataError: the dataset is missing or corrupt.
     """
     try:
         experiment = read_spec(path)
     except FileNotFoundError:
         raise RunError(f"{path} is not the directory of a run: it has no spec.json.") from None
-    weights, origin = _read_weights(path, epoch)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dataset = load_dataset(experiment.data, data_root=data_root)
+    check_inputs(path, image_fingerprint(dataset))
     if experiment.data.bootstrap:
-        dataset = relabeled(dataset, read_predicted_labels(path))
+        dataset = relabeled(dataset, read_predicted_labels(path, dataset))
     info = dataset.info
     # The weights come from the run, so that the file it started from need not exist any more.
     model = experiment.model.without_checkpoint()
     network = build_model(model, num_classes=info.num_classes, in_channels=info.channels)
-    network.load_state_dict(weights)
+    origin = _load_weights(network, path, epoch)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     network.to(device).eval()
     mean, std = input_statistics(network) or (info.mean, info.std)
     pipeline = Pipeline(
@@ -148,42 +150,77 @@ def load_trained(path: Path, *, data_root: Path | None = None, epoch: int | None
     )
 
 
-def _read_weights(path: Path, epoch: int | None) -> tuple[dict[str, Tensor], Origin]:
-    content = _saved_weights(path, epoch)
+def _load_weights(network: nn.Module, run: Path, epoch: int | None) -> Origin:
+    """Load the weights that a run saved into a model."""
+    if epoch is not None:
+        content = _epoch_weights(run, epoch).read_bytes()
+    elif is_finished(run):
+        content = _final_weights(run).read_bytes()  # an earlier checkpoint is another model than the results are of
+    else:
+        latest = latest_checkpoint(run / "checkpoints", partial(_check_weights, network))
+        if latest is None:
+            raise RunError(f"{run} has no intact checkpoint: there is nothing to measure. Train it again.")
+        content = latest
     state = read_state(content, torch.device("cpu"))
-    origin = Origin(
+    try:
+        _check_weights(network, state)
+    except ValueError as error:
+        raise RunError(f"The weights of {run} cannot be loaded: {error}. Train the run again.") from None
+    network.load_state_dict(state["model"])
+    return Origin(
         epoch=state["epoch"] if epoch is None else epoch,
         step=state.get("step"),
         checksum=hashlib.sha256(content).hexdigest(),
     )
-    return state["model"], origin
 
 
-def _saved_weights(path: Path, epoch: int | None) -> bytes:
-    folder = path / "checkpoints"
-    if epoch is not None:
-        content = load_epoch_weights(path / "weights", epoch)
-        if content is None:
-            raise RunError(f"{path} has not kept its weights after epoch {epoch}: train with keep_every.")
-    elif is_finished(path):
-        # An earlier checkpoint is another network, perhaps an untrained one, than the run's results are of.
-        step = int(read_result(path).metrics["step"] or 0)
-        content = checkpoint_of(folder, step)
-        if content is None:
-            raise RunError(_lost_weights(path, step))
-    else:
-        content = latest_checkpoint(folder) if folder.is_dir() else None
-        if content is None:
-            raise RunError(f"{path} has no whole checkpoint: there is nothing to measure. Train it again.")
-    return content
+def _check_weights(network: nn.Module, state: dict[str, Any]) -> None:
+    """Raise a ValueError if a state does not have the weights of a model."""
+    weights, own = state.get("model"), network.state_dict()
+    shapes = {n: getattr(t, "shape", None) for n, t in weights.items()} if isinstance(weights, dict) else {}
+    if shapes != {name: tensor.shape for name, tensor in own.items()}:
+        raise ValueError("they are not those of this model")
 
 
-def _lost_weights(path: Path, step: int) -> str:
-    file = next((path / "checkpoints").glob(f"step-{step:08d}-*.pt"), None)
-    lost = f"{path}/checkpoints/step-{step:08d}-*.pt is missing" if file is None else f"{file} is damaged"
-    kept = sorted({int(found.name.split("-")[1]) for found in (path / "weights").glob("epoch-*.pt")})
+def _epoch_weights(run: Path, epoch: int) -> Path:
+    stem = f"epoch-{epoch:06d}"
+    file = intact_file(run / "weights", stem)
+    if file is None:
+        corrupt = next((run / "weights").glob(f"{stem}-*.pt"), None)
+        raise RunError(
+            f"{run} has not saved its weights after epoch {epoch}: train with keep_every."
+            if corrupt is None
+            else f"{corrupt} is corrupt (its checksum differs). Measure another epoch, or train the run again."
+        )
+    return file
+
+
+def _final_weights(run: Path) -> Path:
+    """Return the intact checkpoint that a finished run ended with."""
+    result = read_result(run)
+    step = int(result.metrics.get("step") or 0)
+    file = intact_file(run / "checkpoints", f"step-{step:08d}")
+    if file is None:
+        raise RunError(_lost_weights(run, step))
+    try:
+        same = finite(json.loads(read_state(file.read_bytes(), torch.device("cpu"))["history"])) == result.history
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunError(f"{file} is corrupt ({error}). {_how_to_retrain(run)}.") from None
+    if not same:
+        raise CorruptFileError(run / "result.json", f"its metrics are not those of {file.name}")
+    return file
+
+
+def _lost_weights(run: Path, step: int) -> str:
+    file = next((run / "checkpoints").glob(f"step-{step:08d}-*.pt"), None)
+    lost = f"{run}/checkpoints/step-{step:08d}-*.pt is missing" if file is None else f"{file} is corrupt"
+    kept = sorted({int(found.name.split("-")[1]) for found in (run / "weights").glob("epoch-*.pt")})
     others = f"; or measure weights along training with --epoch (kept: {', '.join(map(str, kept))})" if kept else ""
+    return f"{lost}: it has the final weights of the run. {_how_to_retrain(run)}{others}."
+
+
+def _how_to_retrain(run: Path) -> str:
     return (
-        f"{lost}: it has the weights with which the run ended. To train them again delete {path / 'result.json'} and "
-        f"run the training command, which goes on from the checkpoint before{others}."
+        f"To train them again delete {run / 'result.json'} and rerun the training command, which resumes from the "
+        "checkpoint before"
     )
