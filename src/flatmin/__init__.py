@@ -2,12 +2,12 @@
 
 from flatmin.core import (
     SAM,
-    RealisedPerturbation,
+    EffectivePerturbation,
     SAMGradient,
     SAMMetrics,
     ascent_step,
+    effective_perturbation,
     random_step,
-    realised_perturbation,
     sam_gradient,
 )
 from flatmin.measures import (
@@ -27,11 +27,15 @@ from flatmin.measures import (
     top_eigenvalues,
 )
 
+# Their names before 0.2.
+RealisedPerturbation, realised_perturbation = EffectivePerturbation, effective_perturbation
+
 __version__ = "0.1.0"
 
 __all__ = [
     "SAM",
     "Bound",
+    "EffectivePerturbation",
     "Eigenvalues",
     "HessianOperator",
     "Landscape",
@@ -42,6 +46,7 @@ __all__ = [
     "Sharpness",
     "SpectralDensity",
     "ascent_step",
+    "effective_perturbation",
     "loss_landscape",
     "m_sharpness",
     "pac_bayes_bound",

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flatmin import SAM, realised_perturbation
+from flatmin import SAM, effective_perturbation
 
 SYNCS = {"_local_scalar_dense", "is_nonzero", "item", "equal", "nonzero", "unique", "allclose", "masked_select"}
 
@@ -107,13 +107,13 @@ def _held_by(opt):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_realised_perturbation_is_what_the_forward_pass_really_sees(dtype):
+def test_the_effective_perturbation_is_what_the_forward_pass_really_sees(dtype):
     torch.manual_seed(0)
     model = nn.Linear(400, 300).to(dtype)
     opt = SAM(torch.optim.SGD(model.parameters(), lr=0.1), rho=0.05)
     model(torch.randn(8, 400, dtype=dtype)).square().mean().backward()
     compute = torch.bfloat16
-    report = realised_perturbation(opt, compute_dtype=compute)
+    report = effective_perturbation(opt, compute_dtype=compute)
     before = [p.detach().clone() for p in model.parameters()]
     grads = [p.grad.double() for p in model.parameters()]
     joint = torch.cat([g.flatten() for g in grads])
@@ -128,23 +128,23 @@ def test_the_realised_perturbation_is_what_the_forward_pass_really_sees(dtype):
             ]
         )
     assert report.norm == pytest.approx(0.05, rel=1e-3)
-    assert report.realised_norm == pytest.approx(seen.norm().item(), rel=1e-9)
+    assert report.effective_norm == pytest.approx(seen.norm().item(), rel=1e-9)
     assert report.cosine == pytest.approx(torch.nn.functional.cosine_similarity(seen, eps, dim=0).item(), rel=1e-3)
     assert report.projection == pytest.approx((seen @ eps / (eps @ eps)).item(), rel=1e-3)
     assert report.cosine < 0.95, "a small share of eps is rounded away or up"
     assert 0 < report.unmoved < 1
 
 
-def test_without_rounding_the_realised_perturbation_is_the_asked_one():
+def test_without_rounding_the_effective_perturbation_is_the_asked_one():
     w = nn.Parameter(torch.randn(50, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
     opt = SAM(torch.optim.SGD([w], lr=0.1), rho=0.05)
     (w**2).sum().backward()
-    report = realised_perturbation(opt)
-    assert (report.norm, report.realised_norm) == pytest.approx((0.05, 0.05))
+    report = effective_perturbation(opt)
+    assert (report.norm, report.effective_norm) == pytest.approx((0.05, 0.05))
     assert (report.cosine, report.projection, report.unmoved) == pytest.approx((1.0, 1.0, 0.0))
 
 
-def test_a_realised_perturbation_needs_gradients():
+def test_a_effective_perturbation_needs_gradients():
     opt = SAM(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1))
     with pytest.raises(ValueError, match="no gradients"):
-        realised_perturbation(opt)
+        effective_perturbation(opt)

@@ -58,7 +58,7 @@ def test_a_class_is_not_a_base():
 
 
 def test_what_is_no_optimizer_is_not_a_base():
-    with pytest.raises(TypeError, match="torch.optim.Optimizer, got list"):
+    with pytest.raises(TypeError, match="base must be a built optimizer, got list"):
         SAM([nn.Parameter(torch.ones(1))])
     with pytest.raises(TypeError, match="SAM already"):
         SAM(SAM(base()))
@@ -138,9 +138,9 @@ def test_several_ascent_steps_need_a_closure():
 
 def test_a_block_without_gradients_is_refused():
     w, opt = make()
-    with pytest.raises(ValueError, match="no gradients to climb along"), opt.perturbed():
+    with pytest.raises(ValueError, match="no gradients to ascend along"), opt.perturbed():
         pass
-    with pytest.raises(ValueError, match="no gradients to climb along"):
+    with pytest.raises(ValueError, match="no gradients to ascend along"):
         opt.step(lambda: torch.tensor(1.0))
     assert w.tolist() == [1.0, 2.0]
 

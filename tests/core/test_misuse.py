@@ -225,5 +225,5 @@ def test_a_model_without_any_of_the_parameters_is_warned_of():
 
 
 def test_parameters_in_place_of_an_optimizer_are_refused_with_the_remedy():
-    with pytest.raises(TypeError, match="got generator. Build one and wrap it: SAM\\(torch.optim.SGD"):
+    with pytest.raises(TypeError, match="got generator: SAM wraps an optimizer.*Write SAM\\(torch.optim.SGD"):
         SAM(nn.Linear(2, 2).parameters())

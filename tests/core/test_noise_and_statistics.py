@@ -149,7 +149,7 @@ def test_the_second_loss_is_that_of_the_same_noise():
     """With noise of its own, the difference of the two losses would be noise and not sharpness."""
     torch.manual_seed(0)
     weight = nn.Parameter(torch.ones(1000))
-    opt = SAM(torch.optim.SGD([weight], lr=0.0), rho=0.0)
+    opt = SAM(torch.optim.SGD([weight], lr=0.0), rho=1e-12)
 
     def closure():
         opt.zero_grad()

@@ -3,16 +3,16 @@
 from flatmin.core.gradient import SAMGradient, sam_gradient
 from flatmin.core.metrics import SAMMetrics
 from flatmin.core.perturbation import ascent_step, random_step
-from flatmin.core.rounding import RealisedPerturbation, realised_perturbation
+from flatmin.core.rounding import EffectivePerturbation, effective_perturbation
 from flatmin.core.sam import SAM
 
 __all__ = [
     "SAM",
-    "RealisedPerturbation",
+    "EffectivePerturbation",
     "SAMGradient",
     "SAMMetrics",
     "ascent_step",
+    "effective_perturbation",
     "random_step",
-    "realised_perturbation",
     "sam_gradient",
 ]

@@ -1,4 +1,4 @@
-"""Checks of what users pass in: each error names the argument, the value and the remedy."""
+"""Checks of what users pass in: each error names the argument, the value and the fix."""
 
 import inspect
 import math
@@ -11,6 +11,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 DEFAULT_ETA = 0.01  # Kwon et al. (2021)
+MIGRATION = (
+    "Write SAM(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), rho=0.05, model=model), and "
+    "opt.step(closure), or two visible passes with `with opt.perturbed():`. See the docs, page Migrating."
+)
 
 
 def check_p(p: float) -> float:
@@ -46,20 +50,45 @@ def check_adaptive(adaptive: bool | float) -> float | None:
 
 def check_ascent_steps(ascent_steps: int, p: float, direction: str) -> int:
     """Return the number of ascent steps, or raise where there is no such ascent."""
-    if direction not in ("gradient", "random"):
-        raise ValueError(f'direction must be "gradient" or "random", got {direction!r}.')
+    if direction not in ("gradient", "random", "momentum"):
+        raise ValueError(f'direction must be "gradient", "random" or "momentum", got {direction!r}.')
     if isinstance(ascent_steps, bool) or not isinstance(ascent_steps, int):
         raise TypeError(f"ascent_steps must be a whole number, got {ascent_steps!r}.")
     if ascent_steps < 1:
         raise ValueError(f"ascent_steps must be at least 1, got {ascent_steps}. For no ascent at all use rho=0.")
     if ascent_steps > 1 and p not in (1, 2, math.inf):
         raise ValueError(
-            f"ascent_steps={ascent_steps} with p={p}: several steps are projected on the ball, which is "
-            "there for p = 1, 2 and inf. Choose one of them, or ascent_steps=1."
+            f"ascent_steps={ascent_steps} with p={p}: several steps are projected onto the ball, which is implemented "
+            "for p = 1, 2 and inf. Choose one of them, or ascent_steps=1."
         )
-    if ascent_steps > 1 and direction == "random":
-        raise ValueError(f'ascent_steps={ascent_steps} with direction="random": a random direction is drawn once.')
+    if ascent_steps > 1 and direction != "gradient":
+        raise ValueError(
+            f'ascent_steps={ascent_steps} with direction="{direction}": only the gradient changes from step to step. '
+            'Use ascent_steps=1, or direction="gradient".'
+        )
     return ascent_steps
+
+
+def check_every(every: int) -> int:
+    """Return k of "SAM in every k-th step", or raise."""
+    if isinstance(every, bool) or not isinstance(every, int):
+        raise TypeError(f"every must be a whole number of steps, got {every!r} of type {type(every).__name__}.")
+    if every < 1:
+        raise ValueError(f"every must be at least 1 (SAM in every step), got {every}. For no SAM at all use rho=0.")
+    return every
+
+
+def check_weight(weight: float | None) -> float | None:
+    """Return the factor of the correction, None for full strength, or raise."""
+    if weight is None:
+        return None
+    if not _is_number(weight):
+        raise TypeError(f"weight must be a number or None, got {weight!r} of type {type(weight).__name__}.")
+    if not (weight >= 0 and math.isfinite(weight)):
+        raise ValueError(
+            f"weight must be finite and not negative, got {weight!r}. None is full strength; 0 is the base optimizer."
+        )
+    return float(weight)
 
 
 def check_closures(closures: Any) -> list[Callable[[], Any]]:
@@ -73,8 +102,13 @@ def check_closures(closures: Any) -> list[Callable[[], Any]]:
     return list(closures)
 
 
-def check_base(base: Optimizer) -> None:
+def check_base(base: Any) -> None:
     """Raise unless it is an optimizer that steps on gradients it is given."""
+    if not isinstance(base, Optimizer | type) and isinstance(base, Iterable):
+        raise TypeError(
+            f"base must be a built optimizer, got {type(base).__name__}: SAM wraps an optimizer instead of taking "
+            f"parameters and a class. {MIGRATION}"
+        )
     if isinstance(base, type):
         raise TypeError(
             f"base must be a built optimizer, got the class {base.__name__}. "
@@ -93,17 +127,29 @@ def check_base(base: Optimizer) -> None:
         )
 
 
-def shares_of(closures: Sequence[Callable[[], Any]], weights: Sequence[float] | None) -> list[float]:
-    """Return the weights of micro-batches, scaled to sum to 1."""
+def shares_of(
+    closures: Sequence[Callable[[], Any]], rest: Callable[[], Any] | None, weights: Sequence[float] | None
+) -> list[float]:
+    """Return the weights of micro-batches, and of the rest if there is one, scaled to sum to 1."""
     if not closures or not all(callable(closure) for closure in closures):
         raise TypeError("closure must be a function or a non-empty list of functions.")
-    if weights is None:
+    if rest is not None and not callable(rest):
+        raise TypeError(f"rest must be a function like the closures, got {type(rest).__name__}.")
+    if weights is None and rest is None:
         return [1 / len(closures)] * len(closures)
+    if weights is None:
+        raise ValueError(
+            "rest needs weights: how many examples each closure has, and the rest last, such as weights=[16, 112]."
+        )
     values = [float(weight) for weight in weights]
-    if len(values) != len(closures):
-        raise ValueError(f"weights has {len(values)} entries for {len(closures)} closures; give one each.")
-    if not all(math.isfinite(v) and v >= 0 for v in values) or sum(values) == 0:
+    count = len(closures) + (rest is not None)
+    if len(values) != count:
+        last = " and one for the rest" if rest is not None else ""
+        raise ValueError(f"weights has {len(values)} entries for {len(closures)} closures; give one each{last}.")
+    if not all(math.isfinite(v) and v >= 0 for v in values) or sum(values[: len(closures)]) == 0:
         raise ValueError(f"weights must be finite, not negative and not all 0, got {values}.")
+    if rest is not None and values[-1] == 0:
+        raise ValueError(f"weights gives the rest the weight 0, got {values}. Leave rest out.")
     return [value / sum(values) for value in values]
 
 

@@ -1,6 +1,6 @@
 """How the copies of parameters lie in memory: blocks of parameters that are alike, cut into chunks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 from flatmin.core import dtensor, perturbation
+
+VectorOf = Callable[[Tensor], Tensor | None]
+"""Gives the vector that a parameter is perturbed along: its gradient, or its momentum."""
 
 MIN_CHUNK = 65_536  # elements: 256 KiB of float32
 
@@ -45,9 +48,9 @@ class Block:
         """Return the parameters' memory on this rank as dense real tensors."""
         return self.parameters if self.plain else [dtensor.local_part(p) for p in self.parameters]
 
-    def gradients(self) -> list[Tensor]:
-        """Return the gradients as dense real tensors, 0 where there is none."""
-        grads = [p.grad for p in self.parameters]
+    def vectors(self, vector_of: VectorOf) -> list[Tensor]:
+        """Return a vector for each parameter (its gradient, say) as dense real tensors, 0 where there is none."""
+        grads = [vector_of(p) for p in self.parameters]
         return [
             self.zeros[i]
             if grad is None

@@ -78,6 +78,8 @@ def sam_gradient(
         [tensor([1.5000])]
     """
     p, rho, eta = check_p(p), check_rho(rho), check_adaptive(adaptive)
+    if direction not in ("gradient", "random"):
+        raise ValueError(f'direction must be "gradient" or "random", got {direction!r}.')
     check_ascent_steps(ascent_steps, p, direction)
     _check_second_order(second_order, p, eta, ascent_steps)
     names = list(params) if isinstance(params, Mapping) else None

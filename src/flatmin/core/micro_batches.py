@@ -1,37 +1,80 @@
-"""The weighted mean of gradients over micro-batches."""
+"""The gradient of several micro-batches, each with its own perturbation, and of a rest without one."""
 
-from collections.abc import Sequence
+import dataclasses
 
 import torch
 from torch import Tensor
 
+from flatmin.core import ddp
+from flatmin.core.gradient_sum import GradientSum
+from flatmin.core.metrics import SAMMetrics, plain_metrics, weighted_mean
+from flatmin.core.model_buffers import ModelBuffers
+from flatmin.core.step_passes import Closure, Share, StepPasses
 
-class GradientMean:
-    """Takes the gradients of one micro-batch after the other and puts their weighted mean in their place.
 
-    It needs one more copy of the gradients. A parameter that some micro-batches do not use counts as 0 there; one that
-    none of them uses keeps no gradient.
+def micro_batch_gradient(
+    passes: StepPasses, closures: list[Closure], rest: Closure | None, shares: list[float], *, is_plain: bool
+) -> SAMMetrics:
+    r"""Leave the gradient of a batch in the parameters, reduced over the workers, and return what was measured.
+
+    With shares :math:`s_i` of the closures, :math:`s_r` of the rest, and c the weight of the correction, that is
+
+    .. math:: \sum_i s_i \left( g_i(w) + c\, (g_i(w + \epsilon_i) - g_i(w)) \right) + s_r g_r(w),
+
+    where c is 1 without a rest and :math:`1 / \sum_i s_i` with one, so that the correction keeps SAM's strength.
 
     Args:
-        parameters: whose gradients these are.
+        passes: runs the passes.
+        closures: one per micro-batch.
+        rest: the closure of the examples without a correction, or None.
+        shares: how much each closure counts, the rest's last; they sum to 1.
+        is_plain: whether this is a step without a correction.
     """
+    if rest is not None and passes.settings.direction == "momentum":
+        raise ValueError('rest saves nothing with direction="momentum", whose step is one pass. Leave it out.')
+    own = shares[: len(closures)]
+    corrected = sum(own) if rest is not None else 1.0
+    weight = passes.settings.correction_weight(corrected)
+    total = GradientSum(list(passes.parameters()))
+    buffers = ModelBuffers(passes.state.model)
+    measured: list[SAMMetrics] = []
+    try:
+        for closure, share in zip(closures, own, strict=True):
+            if is_plain:
+                measured.append(plain_metrics(passes.run(closure, reduce=False)))
+                total.take(share)
+            else:
+                in_total = Share(total, share, weight)
+                measured.append(passes.sam_gradient(closure, share=in_total, keep_buffers=rest is None))
+        metrics = weighted_mean(measured, [share / corrected for share in own])
+        if rest is None:
+            put_reduced(passes, total)
+            return metrics
+        buffers.restore()  # the few examples of a part would make noisy statistics: those of the rest count
+        loss = _add_rest(passes, rest, shares[-1], total)
+    except BaseException:
+        buffers.restore()
+        raise
+    return dataclasses.replace(metrics, loss=corrected * metrics.loss + shares[-1] * loss)
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self._parameters = parameters
-        self._total: dict[Tensor, Tensor] = {}
 
-    @torch.no_grad()
-    def take(self, share: float) -> None:
-        """Add the present gradients, times share, and remove them."""
-        present = {p: p.grad for p in self._parameters if p.grad is not None}
-        if new := {p: grad for p, grad in present.items() if p not in self._total}:
-            self._total.update(zip(new, torch._foreach_mul(list(new.values()), share), strict=True))
-        if old := [p for p in present if p not in new]:
-            torch._foreach_add_([self._total[p] for p in old], [present[p] for p in old], alpha=share)
-        for p in present:
-            p.grad = None
+def put_reduced(passes: StepPasses, total: GradientSum) -> None:
+    """Make a sum of gradients the parameters' gradients, averaged over workers that do not share them yet."""
+    total.put()
+    if ddp.is_parallel() and hasattr(ddp.unwrap(passes.state.model), "no_sync"):
+        ddp.average_gradients(list(passes.parameters()), passes.state.model)
 
-    def put(self) -> None:
-        """Make the mean the parameters' gradient."""
-        for p in self._parameters:
-            p.grad = self._total.get(p)
+
+def _add_rest(passes: StepPasses, rest: Closure, share: float, total: GradientSum) -> Tensor:
+    """Run the plain pass, leave the gradient of the whole batch, and return the rest's loss."""
+    model = ddp.unwrap(passes.state.model)
+    if ddp.is_parallel() and hasattr(model, "no_sync") and not getattr(model, "find_unused_parameters", False):
+        total.put(1 / share)  # DDP adds the rest's gradient to it, and reduces the sum while it computes
+        loss = passes.run_keeping_gradients(rest)
+        with torch.no_grad():
+            torch._foreach_mul_([p.grad for p in passes.parameters() if p.grad is not None], share)
+        return loss
+    loss = passes.run(rest, reduce=False)
+    total.take(share)
+    put_reduced(passes, total)
+    return loss

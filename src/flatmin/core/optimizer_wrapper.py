@@ -1,8 +1,36 @@
-"""An optimizer around another one, that is one with it for schedulers, checkpoints and trainers."""
+"""An optimizer around another one, which schedulers, checkpoints and trainers see as one."""
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from torch.optim import Optimizer
+
+from flatmin.core.checks import MIGRATION
+
+Step = TypeVar("Step", bound=Callable[..., Any])
+OF_OTHER_LIBRARIES = ("first_step", "second_step", "_grad_norm", "base_optimizer")
+
+
+def with_own_hooks(step: Step) -> Step:
+    """Run the hooks registered with the wrapper around its ``step``; global hooks run around the base's step alone.
+
+    Without this, torch would wrap ``step`` itself and call global hooks once for the wrapper and once for its base.
+    """
+
+    @functools.wraps(step)
+    def wrapped(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        for pre_hook in self._optimizer_step_pre_hooks.values():
+            changed = pre_hook(self, args, kwargs)
+            if changed is not None:
+                args, kwargs = changed
+        result = step(self, *args, **kwargs)
+        for post_hook in self._optimizer_step_post_hooks.values():
+            post_hook(self, args, kwargs)
+        return result
+
+    wrapped.hooked = True  # type: ignore[attr-defined]
+    return cast(Step, wrapped)
 
 
 class OptimizerWrapper(Optimizer):
@@ -38,6 +66,17 @@ class OptimizerWrapper(Optimizer):
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         """The base optimizer's defaults."""
         return self.base.defaults
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Return a public attribute of the base optimizer, such as the ``train()`` of a schedule-free one."""
+            base = self.__dict__.get("base")
+            if base is not None and not name.startswith("_") and hasattr(base, name):
+                return getattr(base, name)
+            hint = f" {MIGRATION}" if name in OF_OTHER_LIBRARIES else ""
+            kind = type(self).__name__
+            raise AttributeError(f"{kind!r} object and its base optimizer have no attribute {name!r}.{hint}")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the base optimizer."""

@@ -1,6 +1,7 @@
 """Lets several passes draw the same random numbers, and workers the same or different directions."""
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from flatmin.core.ddp import is_parallel
 class RandomState:
     """The state of torch's default generators, on the CPU and on the given devices, at the moment it was made.
 
-    Reading and writing it touches the host only: no device is waited for.
+    Reading and writing it touches the host only: nothing synchronizes with the device.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
@@ -40,3 +41,17 @@ def direction_generator(device: torch.device, *, shared: bool) -> torch.Generato
     elif is_parallel():
         seed += dist.get_rank()
     return torch.Generator(device).manual_seed(seed % 2**63)
+
+
+@contextlib.contextmanager
+def replayed(noise: RandomState | None, devices: Sequence[torch.device]) -> Iterator[None]:
+    """Draw again what was drawn since ``noise``, and end where the generators are now."""
+    if noise is None:
+        yield
+        return
+    after = RandomState(devices)
+    noise.restore()
+    try:
+        yield
+    finally:
+        after.restore()

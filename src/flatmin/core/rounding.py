@@ -13,7 +13,7 @@ from flatmin.core.sam import SAM
 
 
 @dataclass(frozen=True)
-class RealisedPerturbation:
+class EffectivePerturbation:
     r"""The perturbation a forward pass sees, beside the one that was asked for. Norms are Euclidean.
 
     With :math:`\tilde\epsilon = round(w + \epsilon) - round(w)`:
@@ -21,7 +21,7 @@ class RealisedPerturbation:
 
     norm: float
     r""":math:`\lVert \epsilon \rVert_2`."""
-    realised_norm: float
+    effective_norm: float
     r""":math:`\lVert \tilde\epsilon \rVert_2`. Rounding noise adds to it."""
     cosine: float
     r"""The cosine between the two: 1 without rounding, NaN where one of them is 0."""
@@ -32,7 +32,7 @@ class RealisedPerturbation:
 
 
 @torch.no_grad()
-def realised_perturbation(opt: SAM, *, compute_dtype: torch.dtype | None = None) -> RealisedPerturbation:
+def effective_perturbation(opt: SAM, *, compute_dtype: torch.dtype | None = None) -> EffectivePerturbation:
     r"""Return how rounding changes the perturbation that ``opt`` would make of the gradients there are now.
 
     Weights stored in bfloat16 have 8 significant bits: a weight of 1 moves only if its share of :math:`\epsilon`
@@ -46,30 +46,32 @@ def realised_perturbation(opt: SAM, *, compute_dtype: torch.dtype | None = None)
     Raises:
         ValueError: there are no gradients, or the direction is random.
     """
-    if opt.direction == "random":
-        raise ValueError('opt has direction="random": there is no perturbation to foresee.')
+    if opt.settings.direction != "gradient":
+        raise ValueError('opt must have direction="gradient": other perturbations cannot be foreseen.')
     grads, scales, weights = [], [], []
-    for group, rho in zip(opt.param_groups, opt._radii(), strict=True):
+    for group, rho in zip(opt.param_groups, opt._passes.radii(), strict=True):
         for p in group["params"]:
             if p.grad is not None and rho > 0:
                 weights.append(_whole(p))
                 grads.append(_whole(p.grad))
-                scales.append(perturbation.adaptive_scale(weights[-1], rho, opt.eta))
+                scales.append(perturbation.adaptive_scale(weights[-1], rho, opt.settings.eta))
     if not grads:
         raise ValueError("opt has no gradients (of parameters with a radius above 0): call backward() first.")
-    asked, realised = [], []
-    steps = perturbation.ascent_step([g.to(perturbation.working_dtype(g.dtype)) for g in grads], p=opt.p, scales=scales)
+    asked, effective = [], []
+    steps = perturbation.ascent_step(
+        [g.to(perturbation.working_dtype(g.dtype)) for g in grads], p=opt.settings.p, scales=scales
+    )
     for weight, eps in zip(weights, steps, strict=True):
         dtype = compute_dtype if compute_dtype is not None and weight.dim() > 1 else weight.dtype
         moved = (weight + eps).to(weight.dtype).to(dtype).double() - weight.to(dtype).double()
         asked.append(eps.double().flatten())
-        realised.append(moved.flatten())
-    eps, seen = torch.cat(asked), torch.cat(realised)
+        effective.append(moved.flatten())
+    eps, seen = torch.cat(asked), torch.cat(effective)
     inner, norm, seen_norm = (eps @ seen).item(), eps.norm().item(), seen.norm().item()
     moving = eps != 0
-    return RealisedPerturbation(
+    return EffectivePerturbation(
         norm=norm,
-        realised_norm=seen_norm,
+        effective_norm=seen_norm,
         cosine=inner / (norm * seen_norm) if norm and seen_norm else math.nan,
         projection=inner / norm**2 if norm else math.nan,
         unmoved=((seen == 0) & moving).sum().item() / max(moving.sum().item(), 1),

@@ -1,81 +1,98 @@
 """SAM as a torch optimizer that wraps a built one."""
 
 import contextlib
+import dataclasses
+import inspect
+import operator
 import warnings
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal, overload
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flatmin.core import ddp, dtensor
-from flatmin.core.batchnorm import NormalizationBuffers
-from flatmin.core.checks import (
-    check_adaptive,
-    check_ascent_steps,
-    check_base,
-    check_closures,
-    check_generator,
-    check_p,
-    check_rho,
-    shares_of,
+from flatmin.core.batch_split import Batch, call_with, split_batch
+from flatmin.core.callers import check_not_in_grad_scaler, is_checkpoint_initialization
+from flatmin.core.checks import MIGRATION, check_base, check_closures, check_generator, check_rho, shares_of
+from flatmin.core.gradient_sum import GradientSum
+from flatmin.core.metrics import PerturbedPass, SAMMetrics, plain_metrics, two_pass_metrics
+from flatmin.core.micro_batches import micro_batch_gradient, put_reduced
+from flatmin.core.optimizer_wrapper import OptimizerWrapper, with_own_hooks
+from flatmin.core.rng import RandomState, direction_generator, replayed
+from flatmin.core.settings import Direction, Settings
+from flatmin.core.step_passes import GENERATOR_KEY, RHO_KEY, Closure, FirstPass, Share, StepPasses
+from flatmin.core.step_state import StepState
+
+USED_WARNING = (
+    "The gradients of the last step were still there when the first pass began, and its gradient was added to them: "
+    "SAM's direction then comes from both. Call opt.zero_grad() before the first pass."
 )
-from flatmin.core.metrics import SAMMetrics, weighted_mean
-from flatmin.core.micro_batches import GradientMean
-from flatmin.core.rng import direction_generator
-from flatmin.core.step_passes import GENERATOR_KEY, SPENT_WARNING, Closure, Passes
-from flatmin.core.step_state import SharedState
+STEP_KEY = "sam_step"
+"""In the first parameter group: the number of steps taken, for ``every``."""
 
 
-class SAM(Passes):
+class SAM(OptimizerWrapper):
     r"""Sharpness-Aware Minimization (Foret et al., 2021) around any optimizer.
 
-    A step computes the gradient g at w, climbs to the highest point nearby as the gradient sees it,
+    A step computes the gradient g at w, ascends to the highest point nearby as the gradient sees it,
 
     .. math:: \hat\epsilon = \rho \operatorname{sign}(g) |g|^{q-1} / (\lVert g \rVert_q^q)^{1/p}, \quad 1/p + 1/q = 1,
 
     (Eq. 2; for p = 2 that is :math:`\rho g / \lVert g \rVert_2`), computes the gradient there, returns to w, and lets
     the base optimizer step with that gradient (Eq. 3). The norm is joint over all parameters.
 
-    There are three ways to take a step::
+    There are four ways to take a step::
 
         loss = opt.step(closure)                # 1. a closure: zero the gradients, loss, backward, return the loss
 
         opt.zero_grad()                         # 2. two visible passes: AMP, accumulation, clipping, any trainer
-        loss_fn(model(x), y).backward()
+        loss = loss_fn(model(x), y)
+        loss.backward()
         with opt.perturbed():
             loss_fn(model(x), y).backward()
         opt.step()
 
-        opt.step([closure_1, closure_2])        # 3. m-sharpness: a perturbation for each micro-batch (Section 4.1)
+        opt.step([closure_1, closure_2])        # 3. m-sharpness: one perturbation per micro-batch (Section 4.1)
+
+        opt.step_batch(loss_fn, (x, y), part=1/8)   # 4. cheap SAM: 1.125 passes instead of 2
 
     SAM shares ``param_groups`` and ``state`` with its base: schedulers may hold either, and a state dict of one can be
-    loaded into the other. A parameter group may have a radius of its own under the key ``sam_rho``: then
+    loaded into the other. A parameter group may have its own radius under the key ``sam_rho``: then
     :math:`\epsilon = T\, dual_p(T g)` with T the group's radius, still with one joint norm. 0 takes the group out.
 
-    What holds: weights come back bit for bit, also after an exception; a zero or non-finite gradient gives
-    :math:`\epsilon = 0`; nothing waits for the device. In way 1 and 3, random layers (dropout) draw the same noise in
-    all passes of a closure; a closure must not draw a new batch, as it is called twice.
+    What holds: weights come back exactly, even if an exception is raised; a zero or non-finite gradient gives
+    :math:`\epsilon = 0`; nothing synchronizes with the device; random layers (dropout) draw the same noise in all
+    passes (in way 2, from ``opt.zero_grad()`` on). A closure must not draw a new batch, as it is called twice.
 
     Args:
         base: a built optimizer, such as ``torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)``.
-        rho: the radius of the neighborhood. May be changed between steps by assigning to ``opt.rho``.
+        rho: the radius of the neighborhood. May be changed between steps by assigning to ``opt.rho``, which is part of
+            the state dict. With 0 a step is one plain pass, exactly the base optimizer's.
         p: the norm of the neighborhood, in [1, inf].
         adaptive: ASAM (Kwon et al., 2021): :math:`T = \rho (|w| + \eta)`. A float is eta; True is 0.01. Its rho is
             larger than SAM's: 0.5 to 2.
         ascent_steps: how many steps of projected gradient ascent find :math:`\epsilon` (Appendix C.6). A step costs
             ``ascent_steps + 1`` passes; more than one needs p in {1, 2, inf}, a closure, and another copy of the
             parameters.
-        direction: "gradient", or "random" for a Gaussian direction of the same norm (Appendix C.5). Then the first pass
-            is left out, unless ``model`` has running statistics that must come from it.
+        direction: "gradient"; "random" for a Gaussian direction of the same norm (Appendix C.5), without the first
+            pass unless ``model`` has running statistics that must come from it; or "momentum" for
+            :math:`\epsilon = -\rho v / \lVert v \rVert` with v the base's momentum (Momentum-SAM, Becker et al., 2024),
+            which costs one pass and needs a rho of about 3.
+        every: SAM in every k-th step, plain steps in between.
+        weight: the factor c of the correction: a step uses :math:`g + c\, (g(w + \epsilon) - g)`. None is full
+            strength, so that the mean over steps and examples is that of SAM: 1, times k with ``every=k``, divided by
+            the share of the examples that are corrected. 0 is the base optimizer. Any c but 1 needs one more copy of
+            the gradients.
         generator: where random directions come from; part of the state dict. If None, one is made from
             ``torch.initial_seed()`` (and the worker's rank, where each has its own perturbation). Generators given to
             several workers must be seeded alike for sharded parameters or a shared perturbation, else differently.
-        model: the model, as you call it (so the DistributedDataParallel or compiled one). With it, the running
-            statistics of batch norm are those of the first pass, and under DDP the first pass stays on its worker.
-        sync_perturbation: under DDP, share one perturbation instead of having one for each worker, which the paper
-            recommends and which needs one reduction of gradients a step instead of two.
+        model: the model, as you call it (so the DistributedDataParallel or compiled one). With it, the buffers of the
+            model (running statistics of batch norm and all others) are those of the first pass, and under DDP the first
+            pass stays on its worker. Assign to ``opt.model`` after wrapping or compiling the model.
+        sync_perturbation: under DDP, share one perturbation instead of having one per worker, which the paper
+            recommends and which needs one reduction of gradients per step instead of two.
 
     Raises:
         TypeError: base is not an optimizer instance, or one that needs a closure itself.
@@ -97,6 +114,14 @@ class SAM(Passes):
         tensor([0.8500])
     """
 
+    settings: Settings
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "SAM":
+        """Say what to write instead of ``SAM(params, SGD, lr=0.1)``, as in other libraries."""
+        if len(args) > 1 or kwargs.keys() & {"base_optimizer", "lr", "params"}:
+            raise TypeError(f"SAM takes one positional argument, a built optimizer. {MIGRATION}")
+        return super().__new__(cls)
+
     def __init__(
         self,
         base: Optimizer,
@@ -105,7 +130,9 @@ class SAM(Passes):
         p: float = 2.0,
         adaptive: bool | float = False,
         ascent_steps: int = 1,
-        direction: Literal["gradient", "random"] = "gradient",
+        direction: Direction = "gradient",
+        every: int = 1,
+        weight: float | None = None,
         generator: torch.Generator | None = None,
         model: nn.Module | None = None,
         sync_perturbation: bool = False,
@@ -113,204 +140,374 @@ class SAM(Passes):
         check_base(base)
         if isinstance(base, SAM):
             raise TypeError("base is a SAM already: wrap the optimizer inside it, once.")
-        self.base = base
-        self.p = check_p(p)
-        self.eta = check_adaptive(adaptive)
-        self.ascent_steps = check_ascent_steps(ascent_steps, self.p, direction)
-        self.direction = direction
-        self.generator = check_generator(generator)
-        self.sync_perturbation = sync_perturbation
-        self.__setstate__({"rho": check_rho(rho), "model": None})
-        self._radii()
+        settings = Settings.checked(
+            p=p,
+            adaptive=adaptive,
+            ascent_steps=ascent_steps,
+            direction=direction,
+            every=every,
+            weight=weight,
+            sync_perturbation=sync_perturbation,
+        )
+        check_generator(generator)
+        self.__setstate__(
+            {"base": base, "settings": settings, "generator": generator, "rho": check_rho(rho), "model": None}
+        )
+        self._passes.radii()
         self.model = model
+        self.rho = rho
         if direction == "random":
-            shared = sync_perturbation or any(dtensor.is_sharded(p) for p in self._parameters())
-            self.generator = generator or direction_generator(self._devices()[0], shared=shared)
+            shared = sync_perturbation or any(dtensor.is_sharded(p) for p in self._passes.parameters())
+            self.generator = generator or direction_generator(self._passes.devices()[0], shared=shared)
             self.param_groups[0][GENERATOR_KEY] = self.generator.get_state()
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the base optimizer; it may have a radius ``sam_rho`` of its own."""
-        if "sam_rho" in param_group:
-            check_rho(param_group["sam_rho"], "sam_rho")
-        super().add_param_group(param_group)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients."""
-        if not self._state.is_perturbed:
-            self._state.revoke_step()  # a new step begins
-        self._state.zeroed = True
-        super().zero_grad(set_to_none)
+    # What can be read and changed.
 
     @property
     def rho(self) -> float:
         """The radius of the groups that have none of their own."""
-        return self._state.rho
+        rho: float = self.param_groups[0].get(RHO_KEY, self._state.rho)
+        return rho
 
     @rho.setter
     def rho(self, rho: float) -> None:
-        self._state.rho = check_rho(rho)
+        self._state.rho = self.param_groups[0][RHO_KEY] = check_rho(rho)
+
+    @property
+    def generator(self) -> torch.Generator | None:
+        """Where random directions come from."""
+        return self._passes.generator
+
+    @generator.setter
+    def generator(self, generator: torch.Generator | None) -> None:
+        self._passes.generator = check_generator(generator)
 
     @property
     def model(self) -> nn.Module | None:
-        """The model whose running statistics and gradient reduction SAM looks after. May be assigned to."""
+        """The model whose buffers and gradient reduction SAM looks after. May be assigned to."""
         return self._state.model
 
     @model.setter
     def model(self, model: nn.Module | None) -> None:
-        ddp.check_model(model, self._parameters(), self.sync_perturbation)
+        ddp.check_model(model, self._passes.parameters(), self.settings.sync_perturbation)
         self._state.model = model
-        self._state.buffers = NormalizationBuffers(model)
 
     @property
     def metrics(self) -> SAMMetrics:
         """What the last step measured."""
         return self._state.metrics
 
+    @property
+    def needs_perturbed_pass(self) -> bool:
+        """Whether the next step needs a pass at w + eps; if not, ``step()`` may follow the first pass.
+
+        False while every radius is 0, between two corrections with ``every``, and in the first step of
+        ``direction="momentum"``.
+        """
+        if max(self._passes.radii()) == 0 or self.settings.weight == 0:
+            return False
+        if self.settings.direction == "momentum":
+            return self._passes.has_momentum()
+        return bool(self.param_groups[0].get(STEP_KEY, 0) % self.settings.every == 0)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the base optimizer; it may have its own radius ``sam_rho``."""
+        if "sam_rho" in param_group:
+            check_rho(param_group["sam_rho"], "sam_rho")
+        super().add_param_group(param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients. In the two-pass form the noise of the first pass is replayed from here on."""
+        state = self._state
+        if state.keeps_gradients:
+            return
+        if not state.is_perturbed:
+            state.revoke_step()  # a new step begins
+            state.noise = RandomState(self._passes.devices())
+        state.zeroed = True
+        super().zero_grad(set_to_none)
+
     # Steps.
 
     @contextlib.contextmanager
-    def perturbed(self) -> Iterator[None]:
+    def perturbed(self, loss: Tensor | None = None) -> Iterator[PerturbedPass]:
         r"""Stand at :math:`w + \epsilon` within the block, with the direction of the gradients that are there on entry.
 
         The gradients are reset on entry; those of the pass within the block are what the next ``step()`` uses. On exit,
-        by an exception too, w comes back bit for bit. The running statistics of ``model`` are those from before.
+        after an exception too, w comes back exactly, and so do the buffers of ``model``. Random layers draw the noise
+        that they drew since ``opt.zero_grad()``; torch's generators end where the first pass left them. So call
+        ``opt.zero_grad()`` after the batch was drawn, right before the first pass.
 
         Gradients from several backward passes before the block, and again within it, are gradient accumulation with one
         shared perturbation. Gradients of a scaled loss need no unscaling before the block: :math:`\epsilon` does not
-        depend on the scale.
+        depend on the scale. Backward passes after the block add to the gradients (the rest of the batch, say).
+
+        Args:
+            loss: the loss of the first pass, for ``opt.metrics``. With it, set ``loss`` of what the block yields, and
+                ``metrics.sharpness`` is their difference::
+
+                    with opt.perturbed(loss) as second:
+                        second.loss = loss_fn(model(x), y)
+                        second.loss.backward()
 
         Raises:
-            ValueError: within another ``perturbed()``, without gradients, or with ``ascent_steps`` above 1, which needs
-                a closure.
+            ValueError: within another ``perturbed()``, without gradients, with gradients of a block that no ``step()``
+                has used, or with ``ascent_steps`` above 1, which needs a closure.
         """
-        if self.ascent_steps > 1:
-            raise ValueError(
-                f"perturbed() takes one ascent step, but ascent_steps={self.ascent_steps}: the steps in between need "
-                "gradients of their own. Use step(closure), or ascent_steps=1."
-            )
-        self._check_not_perturbed("perturbed()")
-        if self._state.holds_spent_gradients(self._parameters()) and self._state.warn_once("spent gradients"):
-            warnings.warn(SPENT_WARNING, UserWarning, stacklevel=3)
-        with self._at_perturbed_weights() as norms:
-            self._state.metrics = SAMMetrics(grad_norm=norms.gradient, perturbation_norm=norms.perturbation)
-            yield
-        self._state.allow_step(self._parameters())
+        passes, state = self._passes, self._state
+        self._check_two_pass_form()
+        if state.used_gradients(passes.parameters()) and state.warn_once("used gradients"):
+            warnings.warn(USED_WARNING, UserWarning, stacklevel=3)
+        stay = not self.needs_perturbed_pass
+        weight = self.settings.correction_weight()
+        share = None if weight == 1.0 or stay else Share(GradientSum(list(passes.parameters())), 1.0, weight)
+        noise, state.noise = state.noise, None
+        second = PerturbedPass()
+        with passes.at_perturbed_weights(share, stay=stay) as norms, replayed(noise, passes.devices()):
+            yield second
+        if share is not None:
+            share.total.put()
+        known = SAMMetrics(grad_norm=norms.gradient, perturbation_norm=norms.perturbation)
+        state.metrics = two_pass_metrics(loss, second.loss, known)
+        state.allow_step(passes.parameters())
 
     @overload  # type: ignore[override]
     def step(self, closure: None = None) -> None: ...
     @overload
     def step(self, closure: Closure, *, ascent: Closure | None = None) -> Tensor | None: ...
     @overload
-    def step(self, closure: Sequence[Closure], *, weights: Sequence[float] | None = None) -> Tensor: ...
+    def step(self, closure: Closure, *, rest: Closure, weights: Sequence[float]) -> Tensor: ...
+    @overload
+    def step(
+        self, closure: Sequence[Closure], *, rest: Closure | None = None, weights: Sequence[float] | None = None
+    ) -> Tensor: ...
 
+    @with_own_hooks
     def step(
         self,
         closure: Closure | Sequence[Closure] | None = None,
         *,
         ascent: Closure | None = None,
+        rest: Closure | None = None,
         weights: Sequence[float] | None = None,
     ) -> Tensor | None:
         """Take a step.
 
         Args:
             closure: a function that zeroes the gradients, computes the loss, calls ``backward()`` and returns the loss;
-                or a list of them, one for each micro-batch, each of which gets its own perturbation (m-sharpness): the
+                or a list of them, one per micro-batch, each of which gets its own perturbation (m-sharpness): the
                 average of their SAM gradients is used, for which one more copy of the gradients is needed. None after
                 a pass within ``perturbed()``.
             ascent: another closure that the direction comes from (a part of the batch, say). Each is called once.
-            weights: how much each micro-batch counts, such as its number of examples; equal if None.
+            rest: the closure of the examples that SAM is not applied to: one plain pass, at w. Needs ``weights``.
+            weights: how much each closure counts, such as its number of examples, and the rest last; equal if None.
 
         Returns:
-            The loss at w (the weighted mean, for a list). With ``ascent``, or where no first pass was needed, the loss
-            at w + eps. None without a closure.
+            The loss at w (the weighted mean of all closures). With ``ascent``, or where no first pass was needed, the
+            loss at w + eps. None without a closure.
 
         Raises:
             TypeError: neither a closure nor a pass within ``perturbed()`` came before, or the closure returned no loss.
+            ValueError: arguments that do not go together, or a closure passed through a GradScaler.
         """
         self._check_not_perturbed("step()")
-        if closure is not None and not callable(closure):
-            return self._step_micro_batches(check_closures(closure), ascent, weights)
-        if weights is not None:
-            raise ValueError("weights goes with a list of closures, one weight for each.")
         if closure is None:
             self._step_ready()
             return None
+        check_not_in_grad_scaler()
+        several = not callable(closure)
+        if not several and rest is None and weights is not None:
+            raise ValueError("weights goes with a list of closures, or with rest: one weight for each.")
+        closures = check_closures(closure) if not callable(closure) else [closure]
+        if ascent is not None and (several or rest is not None):
+            raise ValueError(
+                "ascent goes with one closure, not with a list or a rest: there each closure gives its own direction."
+            )
+        if ascent is not None and self.settings.direction != "gradient":
+            raise ValueError(
+                f'ascent gives the direction, but direction="{self.settings.direction}" needs none. Leave one out.'
+            )
+        if several or rest is not None:
+            return self._step_micro_batches(closures, rest, shares_of(closures, rest, weights))
         first = None
-        if ascent is None and self._state.step_allowed(self._parameters()):
-            first = self._call_after_a_pass(closure)
+        if ascent is None and self._state.step_allowed(self._passes.parameters()):
+            first = self._passes.call_after_a_pass(closures[0])
             if first is None:
                 self._step_ready()
                 return None
-        measured_at_w = ascent is None and (first is not None or self._needs_first_pass())
-        metrics = self._state.metrics = self._sam_gradient(closure, ascent, reduce=True, first=first)
-        self.base.step()
-        return metrics.loss if measured_at_w else metrics.perturbed_loss
+        return self._step_closure(closures[0], ascent, first)
+
+    def step_batch(
+        self, loss_fn: Callable[..., Tensor], batch: Batch, *, part: float = 1.0, m: int | None = None
+    ) -> Tensor:
+        r"""Take a step on a batch, of which SAM corrects the first ``part``: SAM at 1 + part passes instead of 2.
+
+        With :math:`\epsilon = \rho\, g_{part} / \lVert g_{part} \rVert` the step uses
+
+        .. math:: g = g_{batch}(w) + g_{part}(w + \epsilon) - g_{part}(w),
+
+        an unbiased estimate of m-SAM's gradient with m the size of the part. Its rho is smaller than SAM's: start at
+        :math:`\rho_{SAM} \sqrt{part}`. Zeroing, backward, splitting and weighting are done here. Batches must be
+        shuffled: the first examples stand for all. Running statistics of batch norm come from the rest of the batch.
+
+        Args:
+            loss_fn: returns the **mean** loss of the examples it is given: ``loss_fn(*batch)`` for a tuple or list,
+                ``loss_fn(batch)`` for a tensor or dict.
+            batch: a tensor, or a tuple, list or dict of tensors with the examples along their first dimension.
+            part: the share of the batch, in (0, 1], that SAM is applied to.
+            m: how many examples share a perturbation (m-sharpness, Section 4.1); all of the part if None.
+
+        Returns:
+            The mean loss of the batch at w.
+
+        Raises:
+            TypeError, ValueError: the batch cannot be split that way; the message names the argument and the fix.
+
+        Example:
+            >>> x, w = torch.tensor([[1.0], [2.0], [3.0], [4.0]]), torch.nn.Parameter(torch.tensor([1.0]))
+            >>> opt = SAM(torch.optim.SGD([w], lr=0.01), rho=0.1)
+            >>> opt.step_batch(lambda x: ((x * w) ** 2).mean() / 2, x, part=1 / 2)
+            tensor(3.7500)
+            >>> w.data  # g_batch = 7.5, and the correction of the first two examples is 0.1 * (1 + 4) / 2
+            tensor([0.9225])
+        """
+        self._check_not_perturbed("step_batch()")
+        split = split_batch(batch, part, m)
+        if len(split.sizes) == 1 or not self.needs_perturbed_pass:
+            return self._step_closure(self._closure(loss_fn, batch))
+        closures = [self._closure(loss_fn, piece) for piece in split.micro_batches]
+        rest = None if split.rest is None else self._closure(loss_fn, split.rest)
+        return self._step_micro_batches(closures, rest, shares_of(closures, rest, split.sizes))
+
+    def _closure(self, loss_fn: Callable[..., Tensor], batch: Any) -> Closure:
+        def closure() -> Tensor:
+            self.zero_grad()
+            loss = call_with(loss_fn, batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss
+
+        return closure
 
     def _step_ready(self) -> None:
-        """Take the base step after ``perturbed()``."""
-        if not self._state.step_allowed(self._parameters()) and not self._is_initialization():
-            raise TypeError(
-                "SAM.step() needs a closure, or a pass at the perturbed weights before it: SAM evaluates the loss "
-                "twice. Pass a function that zeroes the gradients, computes the loss, calls backward() and returns the "
-                "loss; or run the second pass, with its backward(), inside `with opt.perturbed():`. The gradients of "
-                "that pass must still be there: change them in place, or inside the block."
-            )
-        self._state.consume_step()
-        self.base.step()
+        """Take the base step after ``perturbed()``, or after the one pass of a plain step."""
+        parameters = list(self._passes.parameters())
+        if not self._state.step_allowed(parameters):
+            if is_checkpoint_initialization():
+                self.base.step()
+                return
+            if self.needs_perturbed_pass:
+                raise TypeError(
+                    "SAM.step() needs a closure, or a pass at the perturbed weights before it: SAM evaluates the loss "
+                    "twice. Pass a function that zeroes the gradients, computes the loss, calls backward() and returns "
+                    "the loss; or run the second pass, with its backward(), inside `with opt.perturbed():`. The "
+                    "gradients of that pass must still be there: change them in place, or inside the block."
+                )
+            self._state.metrics = SAMMetrics(perturbation_norm=torch.zeros(()))
+        self._base_step()
+        self._state.consume_step(parameters)
 
-    def _step_micro_batches(
-        self, closures: list[Closure], ascent: Closure | None, weights: Sequence[float] | None
-    ) -> Tensor:
-        if ascent is not None:
-            raise ValueError("ascent goes with one closure, not with a list: each closure gives its own direction.")
-        shares = shares_of(closures, weights)
-        parameters = list(self._parameters())
-        mean = GradientMean(parameters)
-        measured = []
-        for closure, share in zip(closures, shares, strict=True):
-            measured.append(self._sam_gradient(closure, None, reduce=False))
-            mean.take(share)
-        mean.put()
-        if ddp.is_parallel() and hasattr(ddp.unwrap(self.model), "no_sync"):
-            ddp.average_gradients(parameters, self.model)
-        self._state.metrics = weighted_mean(measured, shares)
+    def _step_closure(self, closure: Closure, ascent: Closure | None = None, first: FirstPass | None = None) -> Tensor:
+        """Take a step with one closure."""
+        passes, state = self._passes, self._state
+        if not self.needs_perturbed_pass:
+            state.revoke_step()
+            state.metrics = plain_metrics(passes.run(closure, reduce=True))
+            self._base_step()
+            return state.metrics.loss
+        weight = self.settings.correction_weight()
+        if weight != 1.0 and ascent is not None:
+            raise ValueError(
+                f"ascent has no gradient of the closure at w, which a correction of weight {weight:g} is added to. Use "
+                "step_batch(part=...) or rest= to save passes, or every=1 and weight=None."
+            )
+        measured_at_w = ascent is None and (first is not None or passes.needs_first_pass(weight))
+        share = None if weight == 1.0 else Share(GradientSum(list(passes.parameters())), 1.0, weight)
+        metrics = state.metrics = passes.sam_gradient(closure, ascent=ascent, share=share, first=first)
+        if share is not None:
+            put_reduced(passes, share.total)
+        self._base_step()
+        return metrics.loss if measured_at_w else metrics.perturbed_loss
+
+    def _step_micro_batches(self, closures: list[Closure], rest: Closure | None, shares: list[float]) -> Tensor:
+        """Take a step with one perturbation per closure, and a plain pass on the rest."""
+        is_plain = not self.needs_perturbed_pass
+        measured_at_w = is_plain or self._passes.needs_first_pass()
+        metrics = self._state.metrics = micro_batch_gradient(self._passes, closures, rest, shares, is_plain=is_plain)
+        self._base_step()
+        return metrics.loss if measured_at_w or rest is not None else metrics.perturbed_loss
+
+    def _base_step(self) -> None:
         self.base.step()
-        metrics = self._state.metrics
-        return metrics.loss if self._needs_first_pass() else metrics.perturbed_loss
+        self._state.num_steps += 1
+        if self.settings.every > 1:
+            group = self.param_groups[0]
+            group[STEP_KEY] = group.get(STEP_KEY, 0) + 1
 
     # Checkpoints and copies.
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of SAM or of its base optimizer."""
+        """Load a state dict of SAM or of its base optimizer; without a radius in it, ``rho`` stays as it is."""
+        rho = self.rho
         super().load_state_dict(state_dict)
+        self.rho = self.param_groups[0].get(RHO_KEY, rho)
         self._state.revoke_step()
         generator_state = self.param_groups[0].get(GENERATOR_KEY)
         if generator_state is not None and self.generator is not None:
             self.generator.set_state(generator_state.cpu())
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("base", "p", "eta", "ascent_steps", "direction", "generator", "sync_perturbation", "rho", "model")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in ("base", "settings", "generator", "rho", "model")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         rest = dict(state)
-        self._state = SharedState(rho=rest.pop("rho"), model=rest.pop("model"))
+        self._state = StepState(rho=rest.pop("rho"), model=rest.pop("model"))
+        self._passes = StepPasses(rest["base"], rest["settings"], self._state, rest.pop("generator"))
         super().__setstate__(rest)
 
     def __repr__(self) -> str:
-        settings = f"rho={self.rho}, p={self.p}"
-        settings += f", adaptive={self.eta}" if self.eta is not None else ""
-        settings += f", ascent_steps={self.ascent_steps}" if self.ascent_steps > 1 else ""
-        settings += ', direction="random"' if self.direction == "random" else ""
-        return f"SAM({settings}, base={self.base!r})"
+        settings = self.settings
+        shown = f"rho={self.rho}, p={settings.p}"
+        shown += f", adaptive={settings.eta}" if settings.eta is not None else ""
+        shown += f", ascent_steps={settings.ascent_steps}" if settings.ascent_steps > 1 else ""
+        shown += f', direction="{settings.direction}"' if settings.direction != "gradient" else ""
+        shown += f", every={settings.every}" if settings.every > 1 else ""
+        shown += f", weight={settings.weight}" if settings.weight is not None else ""
+        return f"SAM({shown}, base={self.base!r})"
+
+    # What goes wrong silently elsewhere.
 
     def _check_not_perturbed(self, call: str) -> None:
         if self._state.is_perturbed:
             raise ValueError(
                 f"{call} was called inside `with opt.perturbed():`, where the weights are perturbed. "
-                "Leave the block first: step() comes after it, and one block cannot stand in another."
+                "Leave the block first: step() comes after it, and blocks cannot be nested."
             )
 
-    def _is_initialization(self) -> bool:
-        """Whether this is the bare step by which torch.distributed.checkpoint makes an optimizer create its state."""
-        return not self.state and all(float(group.get("lr", 1.0)) == 0 for group in self.param_groups)
+    def _check_two_pass_form(self) -> None:
+        """Raise where ``perturbed()`` cannot be what is meant."""
+        settings = self.settings
+        self._check_not_perturbed("perturbed()")
+        if settings.ascent_steps > 1:
+            raise ValueError(
+                f"perturbed() takes one ascent step, but ascent_steps={settings.ascent_steps}: the steps in between "
+                "need their own gradients. Use step(closure), or ascent_steps=1."
+            )
+        if self._state.unused_pass(self._passes.parameters()):
+            raise ValueError(
+                "perturbed() was entered again before step() used the gradients of the last block: they would be lost. "
+                "To accumulate, run all micro-batches before the block and all of them again inside it, or pass one "
+                "closure per micro-batch: opt.step([closure_1, closure_2]). To discard them, call opt.zero_grad()."
+            )
+        local = ddp.is_parallel() and hasattr(ddp.unwrap(self.model), "no_sync") and not settings.sync_perturbation
+        if local and settings.correction_weight() != 1.0:
+            raise ValueError(
+                f"perturbed() with weight={settings.weight} and every={settings.every} under DistributedDataParallel "
+                "mixes the gradients of both passes, so both must be reduced. Pass sync_perturbation=True and run the "
+                "first pass outside no_sync(), or use step(closure), which reduces once."
+            )
+
+
+# __new__ takes anything, to say what is wrong with it.
+SAM.__signature__ = inspect.signature(SAM.__init__)  # type: ignore[attr-defined]
+for _field in dataclasses.fields(Settings):
+    setattr(SAM, _field.name, property(operator.attrgetter(f"settings.{_field.name}"), doc="Cannot be changed."))

@@ -1,36 +1,38 @@
-"""The passes of a SAM step, and the walk to w + eps and back between them."""
+"""The passes of a SAM step, and the move to w + eps and back between them."""
 
 import contextlib
 import math
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from flatmin.core import ddp
 from flatmin.core.checks import check_rho, keep_loss
+from flatmin.core.gradient_sum import GradientSum
 from flatmin.core.metrics import SAMMetrics
-from flatmin.core.optimizer_wrapper import OptimizerWrapper
+from flatmin.core.model_buffers import ModelBuffers, has_running_statistics
 from flatmin.core.rng import RandomState
-from flatmin.core.step_state import SharedState
+from flatmin.core.settings import Settings
+from flatmin.core.step_state import StepState
 from flatmin.core.weight_perturber import AscentNorms
 
 Closure = Callable[[], Any]
 
 # In the first parameter group, because that is what checkpoints keep, those of torch.distributed too.
 GENERATOR_KEY = "sam_generator"
+RHO_KEY = "sam_default_rho"
 
+MOMENTUM_KEYS = ("momentum_buffer", "exp_avg")
 OLDER = "_sam_older"  # an attribute of gradients
 ACCUMULATION_WARNING = (
     "The closure added its gradient to one that was there before: SAM's direction then comes from both, but its second "
     "pass is the closure's alone. Zero the gradients in the closure. To accumulate over micro-batches, pass a list of "
     "closures, or run all of them in both passes of `with opt.perturbed():`."
-)
-SPENT_WARNING = (
-    "The gradients of the last step were still there when the first pass began, and its gradient was added to them: "
-    "SAM's direction then comes from both. Call opt.zero_grad() before the first pass."
 )
 
 
@@ -41,37 +43,62 @@ class FirstPass(NamedTuple):
     loss: Tensor | None
 
 
-class Passes(OptimizerWrapper):
-    """Runs the passes of one closure, or the walk around a pass of the user's."""
+class Share(NamedTuple):
+    """How much the gradients of one closure's passes count, and in what they are summed up."""
 
-    p: float
-    eta: float | None
-    ascent_steps: int
-    direction: str
-    generator: torch.Generator | None
-    sync_perturbation: bool
-    _state: SharedState
+    total: GradientSum
+    share: float
+    """Of the closure in the batch."""
+    weight: float
+    """Of the correction: g + weight * (g(w + eps) - g)."""
 
-    def _sam_gradient(
-        self, closure: Closure, ascent: Closure | None, *, reduce: bool, first: FirstPass | None = None
+
+class StepPasses:
+    """Runs the passes of one closure, or moves the weights around a pass of the user's.
+
+    Args:
+        base: the optimizer that SAM wraps; its groups and state are looked up anew in every step.
+        settings: how the perturbation is found.
+        state: what changes from step to step.
+        generator: where random directions come from.
+    """
+
+    def __init__(
+        self, base: Optimizer, settings: Settings, state: StepState, generator: torch.Generator | None
+    ) -> None:
+        self.base, self.settings, self.state, self.generator = base, settings, state, generator
+
+    def sam_gradient(
+        self,
+        closure: Closure,
+        *,
+        ascent: Closure | None = None,
+        share: Share | None = None,
+        first: FirstPass | None = None,
+        keep_buffers: bool = True,
     ) -> SAMMetrics:
-        """Run the passes of one closure; the SAM gradient is left in the parameters' gradients."""
-        if ascent is not None and self.direction == "random":
-            raise ValueError('ascent gives the direction, but direction="random" needs none. Leave one of them out.')
-        if not self.sync_perturbation and self._state.warn_once("workers"):
-            ddp.warn_if_passes_cannot_be_local(self._state.model, self._parameters())
-        self._state.revoke_step()
-        random, loss = first or FirstPass(RandomState(self._devices()), None)
-        if loss is None and self._needs_first_pass():
+        """Run the passes of one closure.
+
+        The SAM gradient is left in the parameters' gradients, reduced over the workers, or added to ``share.total`` and
+        left on its worker. ``keep_buffers`` is False where the caller puts the buffers back.
+        """
+        settings, state = self.settings, self.state
+        if not settings.sync_perturbation and state.warn_once("workers"):
+            ddp.warn_if_passes_cannot_be_local(state.model, self.parameters())
+        state.revoke_step()
+        random, loss = first or FirstPass(RandomState(self.devices()), None)
+        weight = 1.0 if share is None else share.weight
+        if loss is None and self.needs_first_pass(weight):
             loss = self._first_pass(ascent or closure)
-        with self._at_perturbed_weights(several=self.ascent_steps > 1) as norms:
-            for _ in range(1, self.ascent_steps):
+        several = settings.ascent_steps > 1
+        with self.at_perturbed_weights(share, several=several, keep_buffers=keep_buffers) as norms:
+            for _ in range(1, settings.ascent_steps):
                 random.restore()
-                self._pass(ascent or closure, reduce=self.sync_perturbation)
-                norms = norms._replace(perturbation=self._ascend(several=True).perturbation)
+                self.run(ascent or closure, reduce=settings.sync_perturbation)
+                norms = norms._replace(perturbation=self._ascend(self.radii(), several=True).perturbation)
                 self._drop_gradients()
             random.restore()
-            perturbed_loss = self._pass(closure, reduce=reduce)
+            perturbed_loss = self.run(closure, reduce=share is None)
         unknown = perturbed_loss.new_full((), math.nan)
         return SAMMetrics(
             loss=unknown if loss is None else loss,
@@ -81,88 +108,159 @@ class Passes(OptimizerWrapper):
             perturbation_norm=norms.perturbation,
         )
 
-    def _pass(self, closure: Closure, *, reduce: bool) -> Tensor:
-        """Call a closure and return its loss."""
+    @contextlib.contextmanager
+    def at_perturbed_weights(
+        self, share: Share | None = None, *, several: bool = False, keep_buffers: bool = True, stay: bool = False
+    ) -> Iterator[AscentNorms]:
+        """Move to w + eps on entry and come back on exit, whatever happens in between.
+
+        With a ``share``, the gradients on entry and those of the block are added to its total. ``stay`` stays at w.
+        """
+        state = self.state
+        radii = [0.0 if stay else radius for radius in self.radii()]
+        state.perturber.prepare(self.base.param_groups, radii)
+        if self.settings.direction == "gradient" and not self._has_gradient(radii):
+            raise ValueError(
+                "There are no gradients to ascend along: none of the parameters with a radius above 0 has one. "
+                "Call backward() on the loss first (in a closure: before it returns)."
+            )
+        state.revoke_step()
+        state.perturber.save()
+        buffers = ModelBuffers(state.model if keep_buffers and self.settings.direction != "momentum" else None)
+        state.is_perturbed = True
+        try:
+            norms = self._ascend(radii, several)
+            if share is not None and share.weight != 1.0:
+                share.total.take(share.share * (1 - share.weight))
+            self._drop_gradients()
+            yield norms
+        finally:
+            state.perturber.restore()
+            buffers.restore()
+            state.is_perturbed = False
+        if share is not None:
+            share.total.take(share.share * share.weight)
+
+    def run(self, closure: Closure, *, reduce: bool) -> Tensor:
+        """Call a closure and return its loss; its gradients are reduced over the workers or stay on this one."""
         return keep_loss(self._call(closure, reduce=reduce))
 
+    def run_keeping_gradients(self, closure: Closure) -> Tensor:
+        """Call a closure whose gradient is added to the current ones, and reduced over the workers with them."""
+        marked = next((p for p in self.parameters() if p.grad is not None), None)
+        mark = object()
+        if marked is not None:
+            setattr(marked.grad, OLDER, mark)
+        self.state.keeps_gradients = True
+        try:
+            loss = self.run(closure, reduce=True)
+        finally:
+            self.state.keeps_gradients = False
+        if marked is not None and getattr(marked.grad, OLDER, None) is not mark:
+            raise ValueError(
+                "rest dropped the gradients of the other closures: it must zero them with opt.zero_grad(), which SAM "
+                "holds off here, and not with model.zero_grad() or by hand."
+            )
+        return loss
+
     def _call(self, closure: Closure, *, reduce: bool) -> Any:
-        with torch.enable_grad(), contextlib.nullcontext() if reduce else ddp.local_pass(self._state.model):
+        local: AbstractContextManager[Any] = contextlib.nullcontext() if reduce else ddp.local_pass(self.state.model)
+        with torch.enable_grad(), local:
             return closure()
 
     def _first_pass(self, closure: Closure) -> Tensor:
         """Call a closure at w, and warn if it added its gradient to an older one."""
         # A mark and not a reference, which would keep the older gradient's memory through the pass.
-        older, mark = next((p for p in self._parameters() if p.grad is not None), None), object()
-        if older is not None:
+        older, mark = next((p for p in self.parameters() if p.grad is not None), None), object()
+        version = -1
+        if older is not None and older.grad is not None:
             setattr(older.grad, OLDER, mark)
-        self._state.zeroed = False
-        loss = self._pass(closure, reduce=self.sync_perturbation)
-        added = older is not None and getattr(older.grad, OLDER, None) is mark and not self._state.zeroed
-        if added and self._state.warn_once("accumulation"):
+            version = older.grad._version
+        self.state.zeroed = False
+        loss = self.run(closure, reduce=self.settings.sync_perturbation)
+        grad = older.grad if older is not None else None
+        # One write is the backward pass; with a second one something else than opt.zero_grad() zeroed it in place.
+        added = grad is not None and getattr(grad, OLDER, None) is mark and grad._version <= version + 1
+        if added and not self.state.zeroed and self.state.warn_once("accumulation"):
             warnings.warn(ACCUMULATION_WARNING, UserWarning, stacklevel=5)
         return loss
 
-    def _call_after_a_pass(self, closure: Closure) -> FirstPass | None:
+    def call_after_a_pass(self, closure: Closure) -> FirstPass | None:
         """Call a closure that comes after ``perturbed()``; None if it does nothing, as that of a trainer's wrapper.
 
         One that computes gradients is a real one, and this was its first pass.
         """
-        random = RandomState(self._devices())
-        before = self._state.versions(self._parameters())
-        loss = self._call(closure, reduce=self.sync_perturbation)
-        return None if before == self._state.versions(self._parameters()) else FirstPass(random, keep_loss(loss))
+        random = RandomState(self.devices())
+        before = self.state.versions(self.parameters())
+        loss = self._call(closure, reduce=self.settings.sync_perturbation)
+        return None if before == self.state.versions(self.parameters()) else FirstPass(random, keep_loss(loss))
 
-    @contextlib.contextmanager
-    def _at_perturbed_weights(self, several: bool = False) -> Iterator[AscentNorms]:
-        """Climb on entry, come back on exit, whatever happens in between."""
-        state = self._state
-        state.perturber.prepare(self.param_groups, self._radii())
-        if self.direction == "gradient" and not self._has_gradient():
-            raise ValueError(
-                "There are no gradients to climb along: none of the parameters with a radius above 0 has one. "
-                "Call backward() on the loss first (in a closure: before it returns)."
-            )
-        state.revoke_step()
-        state.perturber.save()
-        self._state.buffers.save()
-        state.is_perturbed = True
-        try:
-            norms = self._ascend(several)
-            self._drop_gradients()
-            yield norms
-        finally:
-            state.perturber.restore()
-            self._state.buffers.restore()
-            state.is_perturbed = False
-
-    def _ascend(self, several: bool) -> AscentNorms:
-        noise = self.generator if self.direction == "random" else None
-        maximize = [bool(group.get("maximize", False)) for group in self.param_groups]
-        norms = self._state.perturber.ascend(
-            self._radii(), p=self.p, eta=self.eta, maximize=maximize, noise=noise, several=several
+    def _ascend(self, radii: list[float], several: bool) -> AscentNorms:
+        settings, groups = self.settings, self.base.param_groups
+        noise = self.generator if settings.direction == "random" else None
+        momentum = settings.direction == "momentum"
+        norms = self.state.perturber.ascend(
+            radii,
+            p=settings.p,
+            eta=settings.eta,
+            # The momentum is what the weights move against, whether the loss is maximized or not: eps = -rho v / |v|.
+            maximize=[momentum or bool(group.get("maximize", False)) for group in groups],
+            vector_of=self._momentum_of if momentum else lambda p: p.grad,
+            noise=noise,
+            several=several,
         )
         if noise is not None:
-            self.param_groups[0][GENERATOR_KEY] = noise.get_state()
-            return norms._replace(gradient=torch.full_like(norms.gradient, math.nan))
-        return norms
+            groups[0][GENERATOR_KEY] = noise.get_state()
+        unknown = torch.full_like(norms.gradient, math.nan)
+        return norms if settings.direction == "gradient" else norms._replace(gradient=unknown)
 
-    def _parameters(self) -> Iterator[Tensor]:
-        return (p for group in self.param_groups for p in group["params"])
+    def _momentum_of(self, parameter: Tensor) -> Tensor | None:
+        state = self.base.state.get(parameter, {})
+        found: Tensor | None = next((state[key] for key in MOMENTUM_KEYS if state.get(key) is not None), None)
+        return found
+
+    def has_momentum(self) -> bool:
+        """Return whether the base optimizer has taken a step, and so has a momentum.
+
+        Raises:
+            ValueError: it has taken a step and has no momentum.
+        """
+        if any(self._momentum_of(p) is not None for p in self.parameters()):
+            return True
+        if self.state.num_steps > 0 or any(self.base.state.get(p) for p in self.parameters()):
+            raise ValueError(
+                f'direction="momentum" needs a base optimizer with a momentum ({" or ".join(MOMENTUM_KEYS)} in its '
+                f"state), but {type(self.base).__name__} has none. Use SGD(..., momentum=0.9) or AdamW, or "
+                'direction="gradient".'
+            )
+        return False
+
+    def parameters(self) -> Iterator[Tensor]:
+        """Return the parameters of all groups."""
+        return (p for group in self.base.param_groups for p in group["params"])
+
+    def devices(self) -> list[torch.device]:
+        """Return the devices of the parameters."""
+        groups = self.base.param_groups
+        return list(dict.fromkeys(group["params"][0].device for group in groups if group["params"]))
+
+    def radii(self) -> list[float]:
+        """Return the radius of each parameter group."""
+        groups = self.base.param_groups
+        rho = groups[0].get(RHO_KEY, self.state.rho)
+        return [check_rho(group.get("sam_rho", rho), "sam_rho") for group in groups]
+
+    def needs_first_pass(self, weight: float = 1.0) -> bool:
+        """Return whether a pass at w is needed: for the direction, for the gradient there, or for batch norm."""
+        direction = self.settings.direction
+        if direction == "random":
+            return weight != 1.0 or has_running_statistics(self.state.model)
+        return direction == "gradient"
 
     def _drop_gradients(self) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.grad = None
+        for p in self.parameters():
+            p.grad = None
 
-    def _devices(self) -> list[torch.device]:
-        return list(dict.fromkeys(group["params"][0].device for group in self.param_groups if group["params"]))
-
-    def _radii(self) -> list[float]:
-        return [check_rho(group.get("sam_rho", self._state.rho), "sam_rho") for group in self.param_groups]
-
-    def _has_gradient(self) -> bool:
-        groups = [group for group, radius in zip(self.param_groups, self._radii(), strict=True) if radius > 0]
+    def _has_gradient(self, radii: list[float]) -> bool:
+        groups = [group for group, radius in zip(self.base.param_groups, radii, strict=True) if radius > 0]
         return not groups or any(p.grad is not None for group in groups for p in group["params"] if p.requires_grad)
-
-    def _needs_first_pass(self) -> bool:
-        return self.direction == "gradient" or self._state.buffers.present()

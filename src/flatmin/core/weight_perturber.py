@@ -1,4 +1,4 @@
-r"""Moves parameters to a point :math:`w + \epsilon` of their neighborhood, in place, and back to w bit for bit.
+r"""Moves parameters to a point :math:`w + \epsilon` of their neighborhood, in place, and back to w exactly.
 
 The copies of w lie in a few flat buffers, and the perturbation is computed in one flat scratch buffer, chunk by
 chunk: a chunk holds many small tensors or one large one. So there are few kernel calls, and the extra memory is one
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flatmin.core import dtensor, perturbation
-from flatmin.core.flat_buffers import Block, Chunk, lay_out
+from flatmin.core.flat_buffers import Block, Chunk, VectorOf, lay_out
 
 
 class AscentNorms(NamedTuple):
@@ -78,7 +78,7 @@ class WeightPerturber:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Bring w back, bit for bit and in place."""
+        """Bring w back, exactly and in place."""
         for block in self._blocks:
             torch._foreach_copy_(block.parts(), block.saved_views)
             block.direction = None
@@ -91,10 +91,11 @@ class WeightPerturber:
         p: float,
         eta: float | None,
         maximize: Sequence[bool],
+        vector_of: VectorOf,
         noise: torch.Generator | None = None,
         several: bool = False,
     ) -> AscentNorms:
-        r"""Take one ascent step from where the parameters stand, with the gradients they have, after ``save()``.
+        r"""Take one ascent step from where the parameters stand, along their gradients, after ``save()``.
 
         The first step goes to :math:`w + T \odot d` with :math:`d = dual_p(T \odot g)`; each further one adds the
         step of its own gradient to d and projects d on the unit ball.
@@ -104,6 +105,7 @@ class WeightPerturber:
             p: the norm of the ball.
             eta: ASAM's eta, or None for plain SAM.
             maximize: for each group, whether its loss is maximized: its worst neighbor is then the lowest one.
+            vector_of: gives g, the vector of each parameter to ascend along: its gradient, as a rule.
             noise: draw a Gaussian direction from this generator instead of using the gradients.
             several: whether this is one of several steps; d is then kept, which needs another copy.
 
@@ -115,16 +117,21 @@ class WeightPerturber:
         for scratch in self._scratch:
             scratch.untyped_storage().resize_(scratch.numel() * scratch.element_size())
         try:
-            return self._ascend(_Ball(radii, p, eta), maximize, noise, several)
+            return self._ascend(_Ball(radii, p, eta), maximize, vector_of, noise, several)
         finally:
             self._free_scratch()
 
     def _ascend(
-        self, ball: _Ball, maximize: Sequence[bool], noise: torch.Generator | None, several: bool
+        self,
+        ball: _Ball,
+        maximize: Sequence[bool],
+        vector_of: VectorOf,
+        noise: torch.Generator | None,
+        several: bool,
     ) -> AscentNorms:
         q = perturbation.dual_exponent(ball.p) if noise is None else ball.p
         scaled = noise is None and not ball.is_round
-        sources = [block.gradients() if noise is None else block.noise(noise) for block in self._blocks]
+        sources = [block.vectors(vector_of) if noise is None else block.noise(noise) for block in self._blocks]
 
         rows: list[list[Tensor]] = []
         for block, source in zip(self._blocks, sources, strict=True):

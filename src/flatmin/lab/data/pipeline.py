@@ -46,19 +46,19 @@ class Batch:
 
     def split(self, parts: int) -> "list[Batch]":
         """Return micro-batches of equal size (to within one); their shares add up to ``share``."""
-        cuts = even_cuts(len(self.examples), parts)
-        return [
-            Batch(
-                number=self.number,
-                examples=self.examples[a:b],
-                inputs=self.inputs[a:b],
-                labels=self.labels[a:b],
-                partner_labels=self.partner_labels[a:b],
-                own_weight=self.own_weight,
-                share=self.share * (b - a) / len(self.examples),
-            )
-            for a, b in pairwise(cuts)
-        ]
+        return [self.slice(a, b) for a, b in pairwise(even_cuts(len(self.examples), parts))]
+
+    def slice(self, start: int, stop: int) -> "Batch":
+        """Return some of its examples, with their part of the share."""
+        return Batch(
+            number=self.number,
+            examples=self.examples[start:stop],
+            inputs=self.inputs[start:stop],
+            labels=self.labels[start:stop],
+            partner_labels=self.partner_labels[start:stop],
+            own_weight=self.own_weight,
+            share=self.share * (stop - start) / len(self.examples),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -113,7 +113,7 @@ def _experiments(jobs: Iterable[Job]) -> list[Experiment]:
 
 
 def _passes(experiment: Experiment) -> int:
-    return experiment.epochs * num_images(experiment) * passes_per_step(experiment)
+    return round(experiment.epochs * num_images(experiment) * passes_per_step(experiment))
 
 
 def num_images(experiment: Experiment) -> int:

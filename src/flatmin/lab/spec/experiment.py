@@ -183,8 +183,16 @@ class Optim:
     """ASAM with this eta; plain SAM if None."""
     ascent_steps: int = 1
     """Steps of the inner maximization (Appendix C.6)."""
-    direction: Literal["gradient", "random"] = "gradient"
-    """random perturbs along Gaussian noise (Appendix C.5)."""
+    direction: Literal["gradient", "random", "momentum"] = "gradient"
+    """random perturbs along Gaussian noise (Appendix C.5); momentum against the momentum, in one pass."""
+    part: float = 1.0
+    """Apply SAM to this share of each batch, at full strength, and take a plain pass on the rest: 1 + part passes."""
+    ascent_part: float = 1.0
+    """Take the direction from this share of each batch alone, and the gradient at w + eps from all of it."""
+    every: int = 1
+    """SAM in every k-th step, plain steps in between."""
+    weight: float | None = None
+    """Factor of SAM's correction g(w + eps) - g(w); full strength if None: every / part."""
     m: int | None = None
     """Examples that batch norm sees together and that, with SAM, share an eps (m-sharpness, Section 4.1), as if on an
     accelerator of their own; those of a worker if None."""
@@ -221,22 +229,35 @@ class Optim:
             self,
             "ascent_steps",
             self.ascent_steps == 1 or self.direction == "gradient",
-            "1 where direction is random",
+            "1 where direction is random or momentum",
         )
+        require(self, "part", 0 < self.part <= 1, "in (0, 1]")
+        require(self, "ascent_part", 0 < self.ascent_part <= 1, "in (0, 1]")
+        require(self, "every", self.every >= 1, "at least 1")
+        finite = self.weight is None or (self.weight >= 0 and math.isfinite(self.weight))
+        require(self, "weight", finite, "finite and not negative, or None for full strength")
+        cheap = self.part < 1 or self.every > 1 or self.weight not in (None, 1)
+        only = "left alone where direction is momentum, whose step is one pass"
+        require(self, "direction", self.direction != "momentum" or not (cheap or self.ascent_part < 1), only)
+        alone = self.direction == "gradient" and not cheap and self.m is None and self.ascent_steps == 1
+        require(self, "ascent_part", self.ascent_part == 1 or alone, "1 with part, every, weight, m or another ascent")
         require(self, "m", self.m is None or self.m >= 1, "at least 1, or None")
         require(self, "m", self.m is None or not self.sync_perturbation, "None where sync_perturbation is true")
         untouched: dict[str, Any] = {"adaptive": None, "sync_perturbation": False, "second_order": False}
         untouched |= {"ascent_steps": 1, "direction": "gradient", "p": 2.0}
+        untouched |= {"part": 1.0, "ascent_part": 1.0, "every": 1, "weight": None}
         for name, default in untouched.items():
             left_alone = self.rho > 0 or getattr(self, name) == default
             require(self, name, left_alone, "left alone where rho is 0: without SAM it has no meaning")
         plain = self.m is None and not self.sync_perturbation and self.adaptive is None
+        plain = plain and not cheap and self.ascent_part == 1 and self.direction != "momentum"
         one_step = self.ascent_steps == 1 and self.p in (2, math.inf)
         require(
             self,
             "second_order",
             not self.second_order or (plain and one_step),
-            "false where m, sync_perturbation or adaptive is set, ascent_steps is above 1, or p is neither 2 nor inf",
+            "false with m, sync_perturbation, adaptive, part, every, weight, momentum, ascent_steps above 1, or p other "
+            "than 2 and inf",
         )
 
 

@@ -21,7 +21,7 @@ OTHER_LINES = 8  # of a terminal's height: the table's frame, sums, the prompt
 
 def passes(job: Job) -> int:
     """Return how many passes over the training set a job takes in all, by which its length is guessed."""
-    return job.experiment.epochs * passes_per_step(job.experiment)
+    return round(job.experiment.epochs * passes_per_step(job.experiment))
 
 
 class SweepProgress:

@@ -6,8 +6,10 @@ SECOND_ORDER_PASSES = 4
 """The two gradients of SAM, and the product with the Hessian, which costs about two more."""
 
 
-def passes_per_step(experiment: Experiment) -> int:
-    """Return the forward and backward passes of a step: 1 without SAM, one more than ascent steps with it; m adds none.
+def passes_per_step(experiment: Experiment) -> float:
+    """Return the forward and backward passes of a step, on average: 1 without SAM, 2 with it, 1 + part on a part.
+
+    Each further ascent step is one more; m adds none.
 
     A random direction needs no gradient at w, but batch norm needs a pass there for its statistics.
     """
@@ -16,6 +18,11 @@ def passes_per_step(experiment: Experiment) -> int:
         return 1
     if optim.second_order:
         return SECOND_ORDER_PASSES
-    if optim.direction == "random":
-        return 1 if model.norm == "none" or model.name.startswith("cnn-") else 2
-    return optim.ascent_steps + 1
+    if optim.direction == "momentum" or optim.weight == 0:
+        return 1
+    if optim.ascent_part < 1:
+        return 1 + optim.ascent_part
+    plain = optim.part == 1 and optim.every == 1 and (model.norm == "none" or model.name.startswith("cnn-"))
+    if optim.direction == "random" and plain:
+        return 1
+    return 1 + optim.ascent_steps * optim.part / optim.every

@@ -89,6 +89,8 @@ class Stepper:
                 adaptive=False if self.optim.adaptive is None else self.optim.adaptive,
                 ascent_steps=self.optim.ascent_steps,
                 direction=self.optim.direction,
+                every=self.optim.every,
+                weight=self.optim.weight,
                 generator=self.generator if self.optim.direction == "random" else None,
                 model=self.forward,
                 sync_perturbation=self.optim.sync_perturbation,
@@ -133,10 +135,13 @@ class Stepper:
 
     def _sam_step(self, batch: Batch) -> StepMetrics:
         assert isinstance(self.optimizer, SAM)
-        parts = self._micro_batches(batch)
+        part, rest = self._part_and_rest(batch)
+        parts = self._micro_batches(part)
         num_parts = len(parts)
         found: list[list[PassMetrics]] = [[] for _ in parts]
-        means = MicroBatchStatistics(self.network, self.statistics, num_parts)
+        of_rest: list[PassMetrics] = []
+        # With a rest, the running averages are those of its plain pass, which SAM sees to.
+        means = MicroBatchStatistics(self.network, self.statistics, num_parts if rest is None else 1)
 
         def closure(number: int) -> Callable[[], Tensor]:
             def run() -> Tensor:
@@ -155,12 +160,28 @@ class Stepper:
 
             return run
 
-        if self.optim.direction == "random" and not self.statistics:
-            before = [self._measure(part) for part in parts]  # SAM itself needs no pass at w
+        def plain(piece: Batch, calls: list[PassMetrics]) -> Callable[[], Tensor]:
+            def run() -> Tensor:
+                calls.append(self._pass(piece, batch.share))
+                return calls[-1].loss
+
+            return run
+
+        if self.optim.direction == "random" and self.optim.part == 1 and not self.statistics:
+            before = [self._measure(piece) for piece in parts]  # SAM itself needs no pass at w
         else:
             before = []
         closures = [closure(i) for i in range(num_parts)]
-        sizes = [float(len(part.examples)) for part in parts]
+        sizes = [float(len(piece.examples)) for piece in parts]
+        if rest is not None:
+            weights = [*sizes, float(len(rest.examples))]
+            self.optimizer.step(closures, rest=plain(rest, of_rest), weights=weights)
+            at_w = [calls[0] for calls in found] + of_rest
+            return StepMetrics(_mean(at_w, weights), _mean([calls[-1] for calls in found], sizes))
+        if self.optim.ascent_part < 1:
+            small, _ = _cut(batch, self.optim.ascent_part)
+            self.optimizer.step(closures[0], ascent=plain(small, of_rest))
+            return StepMetrics(of_rest[0], found[0][-1])
         if num_parts > 1:
             self.optimizer.step(closures, weights=sizes)
         else:
@@ -169,6 +190,13 @@ class Stepper:
         return StepMetrics(
             _mean(before or [calls[0] for calls in found], sizes), _mean([calls[-1] for calls in found], sizes)
         )
+
+    def _part_and_rest(self, batch: Batch) -> tuple[Batch, Batch | None]:
+        """Return what SAM is applied to and, in steps with a correction, what takes a plain pass."""
+        assert isinstance(self.optimizer, SAM)
+        if self.optim.part == 1 or not self.optimizer.needs_perturbed_pass:
+            return batch, None
+        return _cut(batch, self.optim.part)
 
     def _second_order_step(self, batch: Batch) -> StepMetrics:
         calls: list[PassMetrics] = []
@@ -190,7 +218,7 @@ class Stepper:
                 rho=self.optim.rho,
                 p=self.optim.p,
                 ascent_steps=self.optim.ascent_steps,
-                direction=self.optim.direction,
+                direction="random" if self.optim.direction == "random" else "gradient",
                 second_order=True,
                 generator=self.generator,
             )
@@ -278,6 +306,12 @@ def loss_and_error(logits: Tensor, batch: Batch, label_smoothing: float = 0.0) -
         other_error = (predicted != batch.partner_labels).float().mean()
         error = batch.own_weight * error + (1 - batch.own_weight) * other_error
     return loss, error
+
+
+def _cut(batch: Batch, part: float) -> tuple[Batch, Batch | None]:
+    """Return the first part of a batch, at least one example, and the rest of it, if there is one."""
+    size = max(1, round(part * len(batch.examples)))
+    return batch.slice(0, size), batch.slice(size, len(batch.examples)) if size < len(batch.examples) else None
 
 
 def _mean(parts: list[PassMetrics], sizes: list[float]) -> PassMetrics:

@@ -1,0 +1,58 @@
+"""The settings of SAM that do not change while it trains."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from flatmin.core.checks import check_adaptive, check_ascent_steps, check_every, check_p, check_weight
+
+Direction = Literal["gradient", "random", "momentum"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How SAM finds its perturbation and what it makes of the gradient there."""
+
+    p: float
+    eta: float | None
+    """ASAM's eta; None is plain SAM."""
+    ascent_steps: int
+    direction: Direction
+    every: int
+    weight: float | None
+    sync_perturbation: bool
+
+    @classmethod
+    def checked(
+        cls,
+        *,
+        p: float,
+        adaptive: bool | float,
+        ascent_steps: int,
+        direction: Direction,
+        every: int,
+        weight: float | None,
+        sync_perturbation: bool,
+    ) -> "Settings":
+        """Return the settings, or raise for one that is out of its range or does not go with another."""
+        p = check_p(p)
+        if direction == "momentum" and (every != 1 or weight not in (None, 1)):
+            raise ValueError(
+                f'direction="momentum" takes one pass, at w + eps, so that there is nothing to save or to mix: '
+                f"every={every!r} and weight={weight!r} do not go with it. Leave both at their defaults."
+            )
+        return cls(
+            p=p,
+            eta=check_adaptive(adaptive),
+            ascent_steps=check_ascent_steps(ascent_steps, p, direction),
+            direction=direction,
+            every=check_every(every),
+            weight=check_weight(weight),
+            sync_perturbation=sync_perturbation,
+        )
+
+    def correction_weight(self, share: float = 1.0) -> float:
+        """Return the factor c of the correction g(w + eps) - g(w), measured on a share of the examples.
+
+        By default SAM keeps its strength: 1 / share, and k times as much if only every k-th step has a correction.
+        """
+        return self.every / share if self.weight is None else self.weight
