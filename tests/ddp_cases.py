@@ -83,6 +83,9 @@ def train(rank, way, settings, ddp_settings, batch_norm, unused):
                 opt.step(closure_for(whole_batch(rank, step)))
             elif way == "list":
                 opt.step([closure_for(b) for b in micro_batches(rank, step)], weights=SIZES)
+            elif way == "rest":  # the first micro-batch is corrected, the second is the rest
+                first, rest = micro_batches(rank, step)
+                opt.step(closure_for(first), rest=closure_for(rest), weights=SIZES)
             elif way == "perturbed":
                 with nullcontext() if settings["sync_perturbation"] else ddp.no_sync():
                     closure_for(whole_batch(rank, step))()
@@ -137,3 +140,33 @@ def random_directions(rank, sync):
 
     opt.step(closure)
     return seen[0]
+
+
+def mixed_two_pass_form(rank):
+    ddp = DistributedDataParallel(make_model())
+    opt = SAM(torch.optim.SGD(ddp.parameters(), lr=0.1), every=2, model=ddp)
+    with ddp.no_sync():
+        loss_of(ddp, whole_batch(rank, 0)).backward()
+    try:
+        with opt.perturbed():
+            pass
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def rest_that_drops_gradients(rank):
+    ddp = DistributedDataParallel(make_model())
+    opt = SAM(torch.optim.SGD(ddp.parameters(), lr=0.1), model=ddp)
+
+    def closure():
+        ddp.zero_grad()
+        loss = loss_of(ddp, whole_batch(rank, 0))
+        loss.backward()
+        return loss
+
+    try:
+        opt.step(closure, rest=closure, weights=[1, 1])
+    except ValueError as error:
+        return str(error)
+    return ""

@@ -71,10 +71,15 @@ def train(rank, settings, way):
 
         if way == "closure":
             opt.step(closure)
-        else:
-            closure()
+        elif settings.get("direction") == "momentum" and opt.needs_perturbed_pass:
             with opt.perturbed():
                 closure()
+            opt.step()
+        else:
+            closure()
+            if opt.needs_perturbed_pass:
+                with opt.perturbed():
+                    closure()
             opt.step()
     return weights(model), opt.metrics.perturbation_norm, opt.metrics.grad_norm
 
@@ -190,3 +195,11 @@ def plain_before_replicated(rank):
     opt = SAM(torch.optim.SGD([plain, replicated], lr=0.1), rho=7**0.5)
     with opt.perturbed():
         return plain.tolist(), replicated.to_local().tolist()
+
+
+def train_on_a_part(rank):
+    model = sharded_model()
+    opt = SAM(torch.optim.SGD(model.parameters(), lr=0.1), model=model, rho=0.3)
+    for step in range(STEPS):
+        opt.step_batch(lambda x, y: loss_of(model, (x, y)), batch(rank, step), part=1 / 4)
+    return weights(model)

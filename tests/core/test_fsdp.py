@@ -22,6 +22,9 @@ SETTINGS = [
     {"rho": 0.3, "ascent_steps": 3},
     {"rho": 0.3, "ascent_steps": 3, "p": 1.0, "adaptive": True},
     {"rho": 0.3, "direction": "random"},
+    {"rho": 0.3, "weight": 2.5},
+    {"rho": 0.3, "every": 2},
+    {"rho": 0.3, "direction": "momentum"},
 ]
 
 
@@ -52,6 +55,28 @@ def test_the_trajectory_is_that_of_a_single_process(two_processes, settings, way
     for got in results:
         for value, reference in zip(got, expected, strict=True):
             torch.testing.assert_close(value, reference, rtol=1e-10, atol=1e-12, equal_nan=True)
+
+
+def test_a_part_of_the_batch_is_that_of_a_single_process(two_processes):
+    """eps comes from the parts of both workers together, because FSDP2 reduces the gradients of every pass."""
+    results = two_processes.run(fsdp_cases.train_on_a_part)
+    model = fsdp_cases.make_model()
+    opt = SAM(torch.optim.SGD(model.parameters(), lr=0.1), rho=0.3)
+
+    def closure_for(step, rows):
+        def closure():
+            opt.zero_grad()
+            batches = [fsdp_cases.batch(rank, step) for rank in range(2)]
+            loss = sum(fsdp_cases.loss_of(model, (x[rows], y[rows])) for x, y in batches) / 2
+            loss.backward()
+            return loss
+
+        return closure
+
+    for step in range(fsdp_cases.STEPS):
+        opt.step(closure_for(step, slice(2)), rest=closure_for(step, slice(2, 8)), weights=[2, 6])
+    for got in results:
+        torch.testing.assert_close(got, fsdp_cases.weights(model), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("settings", [{"p": 1.0}, {"p": 1.5}, {"p": 2.0}, {"p": math.inf}])

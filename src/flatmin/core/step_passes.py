@@ -156,7 +156,9 @@ class StepPasses:
             loss = self.run(closure, reduce=True)
         finally:
             self.state.keeps_gradients = False
-        if marked is not None and getattr(marked.grad, OLDER, None) is not mark:
+        # With this setting DDP itself replaces the gradients by views of its buckets.
+        replaced = getattr(ddp.unwrap(self.state.model), "gradient_as_bucket_view", False)
+        if marked is not None and not replaced and getattr(marked.grad, OLDER, None) is not mark:
             raise ValueError(
                 "rest dropped the gradients of the other closures: it must zero them with opt.zero_grad(), which SAM "
                 "holds off here, and not with model.zero_grad() or by hand."

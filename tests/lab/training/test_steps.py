@@ -12,6 +12,7 @@ from flatmin.lab.models.build import build_model
 from flatmin.lab.models.shake import ShakeShake
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
 from flatmin.lab.training.distributed import Workers
+from flatmin.lab.training.step_cost import passes_per_step
 from flatmin.lab.training.steps import Stepper, loss_and_error
 
 CPU = torch.device("cpu")
@@ -321,3 +322,46 @@ def test_a_larger_share_of_the_batch_counts_more():
             t.add_(p.grad, alpha=0.5)
     for t, g in zip(total, expected, strict=True):
         torch.testing.assert_close(t, g, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("settings", "passes"),
+    [
+        ({"part": 1 / 4}, 1.25),
+        ({"part": 1 / 4, "m": 2}, 1.25),
+        ({"every": 2}, 1.5),
+        ({"ascent_part": 1 / 2}, 1.5),
+        ({"direction": "momentum"}, 1.0),
+        ({"weight": 0.0}, 1.0),
+        ({"weight": 2.0}, 2.0),
+    ],
+)
+def test_cheap_steps_pass_as_many_examples_as_they_are_said_to_cost(settings, passes):
+    """Over two steps, counted in examples that pass forward."""
+    stepper, _ = a_stepper(rho=0.1, **settings)
+    assert passes_per_step(Experiment(model=Model(name="cnn-4"), optim=stepper.optim)) == passes
+    seen = []
+    stepper.network.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
+    take(stepper, [a_batch(16), a_batch(16, seed=1)])
+    assert sum(seen) == 2 * 16 * passes
+
+
+@pytest.mark.parametrize("network", ["cnn-4", "wrn-10-1"])
+def test_a_part_is_corrected_at_full_strength_and_the_rest_gives_the_statistics(network):
+    """g_batch(w) + g_part(w + eps) - g_part(w), where batch norm sees part and rest apart."""
+    stepper, reference = a_stepper(network, rho=0.1, part=1 / 4, momentum=0.0, nesterov=False, weight_decay=0.0)
+    batch = a_batch(16)
+    measured = take(stepper, [batch])
+    part, rest = batch.slice(0, 4), batch.slice(4, 16)
+    statistics = copy.deepcopy(reference)
+    parameters = list(reference.parameters())
+    of_part = torch.autograd.grad(loss_of(reference, part), parameters)
+    at_eps = sam_gradient_by_hand(reference, lambda: loss_of(reference, part), 0.1)
+    of_rest = torch.autograd.grad(loss_of(reference, rest), parameters)
+    with torch.no_grad():
+        for p, a, b, r in zip(parameters, of_part, at_eps, of_rest, strict=True):
+            p -= 0.1 * (a / 4 + 3 * r / 4 + b - a)
+    loss_of(statistics, rest)
+    reference.load_state_dict(dict(statistics.named_buffers()), strict=False)
+    assert_same(stepper.network, reference)
+    assert measured.at_w.loss.shape == ()

@@ -256,8 +256,8 @@ class Optim:
             self,
             "second_order",
             not self.second_order or (plain and one_step),
-            "false with m, sync_perturbation, adaptive, part, every, weight, momentum, ascent_steps above 1, or p other "
-            "than 2 and inf",
+            "false with m, sync_perturbation, adaptive, part, every, weight, momentum, several ascent steps, or p "
+            "other than 2 and inf",
         )
 
 

@@ -1,0 +1,132 @@
+"""What the study compares: the methods, each with its radii, and the conditions they are compared in.
+
+Every method with a radius has four of them to choose from, on the validation split: those of SAM times a factor,
+because the strength of a correction measured on a part of the batch grows as the part shrinks: the radius of a part
+starts at rho_SAM * sqrt(part).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
+from flatmin.lab.studies.conditions import Condition, Method, with_rates
+from flatmin.lab.studies.item import Scale
+from flatmin.lab.training.step_cost import passes_per_step
+
+RHOS = (0.1, 0.2, 0.3, 0.5)
+"""SAM's radii."""
+LRS, DECAYS = (0.05, 0.1), (5e-4, 1e-3)
+EPOCHS = 40
+SGD, SAM = "SGD", "SAM"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One way to spend passes."""
+
+    name: str
+    family: str
+    """What shares a color in the plot."""
+    settings: dict[str, Any]
+    """Of `Optim`, beside the radius."""
+    factor: float | None = 1.0
+    """Of SAM's radii; None: no SAM."""
+    epochs: float = 1.0
+    """Times those of SGD."""
+
+    def method(self) -> Method:
+        """Return it as a method: it starts from what validation chose for SGD."""
+        return Method(name=self.name, candidates=self._candidates, after=SGD)
+
+    def _candidates(self, base: Experiment) -> list[Experiment]:
+        epochs = round(self.epochs * base.epochs)
+        base = replace(base, epochs=epochs, evaluate_every=epochs)
+        if self.factor is None:
+            return [base]
+        rhos = [round(self.factor * rho, 6) for rho in RHOS]
+        return [replace(base, optim=replace(base.optim, rho=rho, **self.settings)) for rho in rhos]
+
+
+ARMS = (
+    Arm(name="SGD, 1.25 times the epochs", family="SGD", settings={}, factor=None, epochs=1.25),
+    Arm(name="SGD, twice the epochs", family="SGD", settings={}, factor=None, epochs=2),
+    Arm(name=SAM, family="SAM", settings={}),
+    Arm(name="SAM, half the epochs", family="SAM", settings={}, epochs=0.5),
+    Arm(name="SAM, m = 16", family="SAM, m = 16", settings={"m": 16}, factor=0.7),
+    Arm(name="part 1/4", family="part", settings={"part": 1 / 4}, factor=0.5),
+    Arm(name="part 1/8", family="part", settings={"part": 1 / 8}, factor=0.35),
+    Arm(name="part 1/16", family="part", settings={"part": 1 / 16}, factor=0.25),
+    Arm(name="part 1/4 at weight 1", family="part at weight 1", settings={"part": 1 / 4, "weight": 1.0}, factor=1.5),
+    Arm(name="every 4th step", family="every", settings={"every": 4}, factor=0.7),
+    Arm(name="every 8th step", family="every", settings={"every": 8}, factor=0.5),
+    Arm(name="momentum", family="momentum", settings={"direction": "momentum"}, factor=10),
+    Arm(name="ascent on 1/4", family="ascent", settings={"ascent_part": 1 / 4}),
+)
+"""All but SGD, whose learning rate and decay the others take."""
+FULL_SIZE = (SAM, "part 1/16")
+"""The arms that are also run at full size: SAM and the cheapest part."""
+
+
+def conditions(scale: Scale) -> list[tuple[Condition, tuple[int, ...]]]:
+    """Return the conditions with the seeds of their replicas."""
+    if scale == "smoke":
+        tiny = Experiment(
+            data=Data(train_size=40, batch_size=20), model=Model(name="wrn-10-1"), epochs=2, precision="float32"
+        )
+        few = [arm for arm in ARMS if arm.name not in ("SAM, m = 16", "part 1/16")]  # a batch of 20 is too small
+        return [(_condition(tiny, "digits", "clean", few, LRS[:1], DECAYS[:1]), (0, 1))]
+    if scale == "paper":
+        raise ValueError("cheap-sam is our own study: it has no paper's scale. Use laptop.")
+    small = _small("wrn-10-2")
+    noisy = replace(small, data=replace(small.data, label_noise=0.4))
+    cifar = Experiment(
+        data=Data(name="cifar10", augment="basic", train_size=2000, batch_size=128),
+        model=Model(name="wrn-10-2"),
+        optim=Optim(),
+        epochs=EPOCHS,
+        evaluate_every=EPOCHS,
+    )
+    full = [arm for arm in ARMS if arm.name in FULL_SIZE]
+    five, ten = tuple(range(5)), tuple(range(10))
+    return [
+        (_condition(noisy, "Fashion-MNIST, 14 x 14", "40 % noisy labels", ARMS), five),
+        (_condition(small, "Fashion-MNIST, 14 x 14", "clean labels", ARMS), ten),
+        (_condition(cifar, "CIFAR-10, 32 x 32", "clean labels", full), five),
+    ]
+
+
+def _small(model: str) -> Experiment:
+    """Return the experiment most arms are run with: 14 x 14 pixels cost a quarter of 28 x 28."""
+    return Experiment(
+        data=Data(name="fashion-mnist", train_size=1000, batch_size=128, image_size=14),
+        model=Model(name=model),
+        optim=Optim(),
+        epochs=EPOCHS,
+        evaluate_every=EPOCHS,
+    )
+
+
+def _condition(
+    start: Experiment,
+    label: str,
+    column: str,
+    arms: Sequence[Arm],
+    lrs: Sequence[float] = LRS,
+    decays: Sequence[float] = DECAYS,
+) -> Condition:
+    candidates: Callable[[Experiment], Sequence[Experiment]] = with_rates(lrs, decays)
+    methods = (Method(name=SGD, candidates=candidates), *(arm.method() for arm in arms))
+    return Condition(labels=(label,), column=column, start=start, methods=methods, claimed={})
+
+
+def cost_in_passes(experiment: Experiment, epochs: int) -> float:
+    """Return the passes over the training set relative to SGD's, which trains for so many epochs.
+
+    Example:
+        >>> cost_in_passes(Experiment(optim=Optim(rho=0.1, part=1 / 8), epochs=40), 40)
+        1.125
+        >>> cost_in_passes(Experiment(optim=Optim(rho=0.1), epochs=20), 40)
+        1.0
+    """
+    return passes_per_step(experiment) * experiment.epochs / epochs
