@@ -8,6 +8,8 @@ from flatmin.lab.foret2021 import settings
 from flatmin.lab.foret2021.claims.appendix import SVHN_FASHION
 from flatmin.lab.foret2021.claims.figures import FIGURES
 from flatmin.lab.foret2021.claims.tables import CIFAR, FINETUNING_DATASETS, IMAGENET, NOISE_PERCENT
+from flatmin.lab.foret2021.cost import planned_jobs
+from flatmin.lab.foret2021.items import ITEMS
 from flatmin.lab.foret2021.sources import HYPERPARAMETERS, REFERENCE_CODE
 from flatmin.lab.foret2021.tables.fine_tuning import fine_tuning_conditions
 from flatmin.lab.spec.datasets import DATASETS
@@ -21,7 +23,7 @@ TRAININGS = [
     *settings.SVHN_FASHION.values(),
     *settings.IMAGENET.values(),
     *settings.LABEL_NOISE.values(),
-    *(settings.finetuning(model, dataset) for model in settings.FINETUNING_MODELS for dataset in FINETUNING_DATASETS),
+    *(settings.finetuning(model, dataset) for model in settings.FINETUNING for dataset in FINETUNING_DATASETS),
     *settings.ASCENT_STEPS.values(),
     settings.LANDSCAPES,
     settings.HESSIAN,
@@ -65,11 +67,9 @@ def test_the_perturbation_is_each_accelerators():
     assert settings.finetuning("efficientnet-l2", "pets").m == 4
 
 
-def test_every_rho_the_paper_chose_is_on_its_grid_and_ours_hold_the_rest():
+def test_every_rho_the_paper_chose_is_on_its_grid():
     for training in (*settings.CIFAR.values(), *settings.SVHN_FASHION.values()):
         assert training.rho in settings.RHO_GRID
-        assert training.lr in settings.LR_GRID
-        assert training.weight_decay in settings.DECAY_GRID
 
 
 def test_fashion_mnists_auto_augment_is_cutout():
@@ -90,10 +90,10 @@ def test_finetuning_takes_the_papers_number_of_steps(condition):
         return
     batches = epoch_batches(settings.FINETUNING_TRAIN_SIZES[dataset], start.data, seed=0, epoch=0)
     assert {len(batch) for batch in batches} == {start.data.batch_size}  # the last short batch is dropped
-    assert abs(start.epochs * len(batches) - settings.FINETUNING_STEPS[model]) <= len(batches) / 2
+    assert abs(start.epochs * len(batches) - settings.FINETUNING[model].num_steps) <= len(batches) / 2
 
 
-@pytest.mark.parametrize("model", settings.FINETUNING_MODELS)
+@pytest.mark.parametrize("model", settings.FINETUNING)
 @pytest.mark.parametrize("dataset", [name for name in FINETUNING_DATASETS if name != "imagenet"])
 def test_choosing_rho_takes_as_many_steps_as_the_final_runs(model, dataset):
     """To half an epoch of each: the validation split makes the epochs shorter, and there are more of them."""
@@ -132,7 +132,7 @@ def test_models_of_the_reference_code_are_built_as_there_and_others_are_not():
 
 def test_both_networks_see_as_many_examples_in_finetuning():
     seen = {
-        settings.FINETUNING_STEPS[model] * settings.FINETUNING_BATCH_SIZE[model] for model in settings.FINETUNING_MODELS
+        settings.FINETUNING[model].num_steps * settings.FINETUNING[model].batch_size for model in settings.FINETUNING
     }
     assert seen == {20_000 * 256}
 
@@ -146,7 +146,9 @@ def test_training_sets_have_the_catalogs_sizes():
 def test_finetuning_imagenet_is_ten_epochs_and_other_names_are_refused():
     training = settings.finetuning("efficientnet-l2", "imagenet")
     assert (training.epochs, training.lr, training.rho) == (10, 0.1, 0.05)
-    assert settings.finetuning_augment("cifar100") == "autoaugment"
+    augments = {c.labels[0]: c.start.data.augment for c in fine_tuning_conditions("paper", DryRunner())}
+    assert {name for name, augment in augments.items() if augment == "autoaugment"} == {"cifar10", "cifar100"}
+    assert set(augments.values()) == {"autoaugment", "imagenet"}
     with pytest.raises(ValueError, match="but got 'efficientnet-b0' on 'pets'"):
         settings.finetuning("efficientnet-b0", "pets")
 
@@ -158,4 +160,28 @@ def test_every_item_has_hyperparameters_with_a_source_and_ours_say_why():
         assert hyperparameters, item
         for hyperparameter in hyperparameters:
             assert hyperparameter.source != "ours" or hyperparameter.note, (item, hyperparameter.name)
-    assert {hyperparameter.source for hyperparameter in REFERENCE_CODE} == {"reference code"}
+    assert {h.source for h in REFERENCE_CODE if h.name != "precision"} == {"reference code"}
+
+
+def test_a_training_says_which_of_its_fields_are_the_papers():
+    found = {h.name: (h.value, h.source, h.note) for h in settings.HESSIAN.hyperparameters("rho")}
+    assert found["network"] == ("wrn-40-10", "paper", "")
+    assert found["learning rate"] == (0.05, "ours", settings.HESSIAN.note)
+    assert found["m"][:2] == (32, "ours")
+    assert "rho" not in found
+
+
+def test_the_page_of_the_hessian_has_the_settings_of_its_spectra():
+    told = {h.name: str(h.value) for h in HYPERPARAMETERS["hessian"]}
+    (job, *_) = planned_jobs(ITEMS["hessian"].study, "paper")
+    measured = dict(job.measurements[-1].settings)
+    assert told["images"].startswith(f"{measured['num_examples']:,} of")
+    assert told["Lanczos"] == f"{measured['steps']} steps, {measured['probes']} random starts"
+    assert told["batch size"] == str(job.experiment.data.batch_size)
+
+
+def test_batch_norm_is_listed_once_for_each_item():
+    for item, hyperparameters in HYPERPARAMETERS.items():
+        assert sum(h.name == "batch-norm statistics" for h in hyperparameters) <= 1, item
+    (frozen,) = [h for h in HYPERPARAMETERS["finetuning"] if h.name == "batch-norm statistics"]
+    assert frozen.value == "the checkpoint's, frozen"

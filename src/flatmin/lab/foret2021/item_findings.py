@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flatmin.lab.foret2021.claims.figures import FigureClaims, said_in_text
+from flatmin.lab.foret2021.claims.figures import said_in_text
 from flatmin.lab.foret2021.figure_settings import NUM_CURVATURE_REPLICAS
 from flatmin.lab.foret2021.scales import CUTS, PAPER_SUMMARY, SMOKE_SUMMARY, laptop_summary, replica_seeds
 from flatmin.lab.foret2021.sources import HYPERPARAMETERS
@@ -55,7 +55,7 @@ def findings(
     *,
     item: str,
     scale: Scale,
-    claims: Claims[Any] | FigureClaims,
+    claims: Claims[Any],
     recorder: RecordingRunner,
     verdicts: Sequence[Verdict],
     notes: Sequence[str] = (),

@@ -1,22 +1,22 @@
 """Every table and figure of Foret et al. (2021).
 
 The paper is "Sharpness-Aware Minimization for Efficiently Improving Generalization" (ICLR 2021), and
-``flatmin reproduce NAME --scale SCALE`` runs one of its items again. Its numbers are in `claims`, `claims_appendix` and
-`claims_figures`, its settings in `settings`, and where each comes from in `hyperparameters`.
+``flatmin reproduce NAME --scale SCALE`` runs one of its items. Its numbers are in `claims`, its settings in `settings`,
+and where each comes from in `sources`.
 """
 
 from typing import Any
 
 from flatmin.lab.foret2021.claims import appendix as claims_appendix
 from flatmin.lab.foret2021.claims import tables as claims
-from flatmin.lab.foret2021.claims.figures import FIGURES, FigureClaims
+from flatmin.lab.foret2021.claims.figures import FIGURES
 from flatmin.lab.foret2021.figures.items import FIGURE_ITEMS
 from flatmin.lab.foret2021.tables import error_reduction, fine_tuning, from_scratch, imagenet, label_noise
 from flatmin.lab.studies.item import Item, Study
 from flatmin.lab.studies.printed import Claims
 
 
-def _item(name: str, about: Claims[Any] | FigureClaims, study: Study) -> Item:
+def _item(name: str, about: Claims[Any], study: Study) -> Item:
     return Item(name=name, title=about.title, source=about.source, study=study)
 
 

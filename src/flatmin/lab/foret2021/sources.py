@@ -1,260 +1,208 @@
-"""Where every setting of Foret et al. (2021) comes from: the paper, its reference code, or us where neither says.
+"""Where the settings of Foret et al. (2021) come from: the paper, its reference code, or us where neither says.
 
-By item, for the reports; the values are those of `settings`.
+By item, for the reports. The values that a `Training` holds are not repeated here.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Literal
 
 from flatmin.lab.foret2021 import settings
 from flatmin.lab.foret2021.claims.tables import NOISE_PERCENT
-from flatmin.lab.foret2021.settings import Training
 from flatmin.lab.studies.findings import Hyperparameter
+from flatmin.lab.studies.printed import table_rows
+
+Hyperparameters = tuple[Hyperparameter, ...]
+Source = Literal["paper", "reference code", "ours"]
+SOURCES: dict[str, Source] = {"paper": "paper", "code": "reference code", "ours": "ours"}
 
 
-def _paper(name: str, value: Any, note: str = "") -> Hyperparameter:
-    return Hyperparameter(name=name, value=value, source="paper", note=note)
+def read_blocks(text: str) -> dict[str, Hyperparameters]:
+    r"""Read blocks of lines "source | name | value | note" under headings; an indented line continues the one before.
+
+    Example:
+        >>> (found,) = read_blocks("[images]\ncode | padding | reflected | of the\n  image")["images"]
+        >>> found.source, found.name, found.value, found.note
+        ('reference code', 'padding', 'reflected', 'of the image')
+    """
+    blocks: dict[str, list[Hyperparameter]] = {}
+    for first, *rest in table_rows(text.strip().replace("\n  ", " ")):
+        if not rest:
+            rows = blocks.setdefault(first.strip("[]"), [])
+            continue
+        name, value, *note = rest
+        rows.append(Hyperparameter(source=SOURCES[first], name=name, value=value, note="".join(note)))
+    return {heading: tuple(rows) for heading, rows in blocks.items()}
 
 
-def _code(name: str, value: Any, note: str = "") -> Hyperparameter:
-    return Hyperparameter(name=name, value=value, source="reference code", note=note)
+def _grid(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:g}" for value in values)
 
 
-def _ours(name: str, value: Any, note: str = "not given") -> Hyperparameter:
-    return Hyperparameter(name=name, value=value, source="ours", note=note)
-
-
-def _tabulated(trainings: Mapping[tuple[str, str], Training], table: str) -> tuple[Hyperparameter, ...]:
-    """Learning rate, decay and rho of each row: a table of the paper gives them."""
+def _tabulated(trainings: Mapping[tuple[str, str], settings.Training], table: str) -> Hyperparameters:
     return tuple(
-        _paper(f"{name}, {dataset}, {row}", value, table)
-        for (row, dataset), training in trainings.items()
-        for name, value in (
-            ("learning rate", training.lr),
-            ("weight decay", training.weight_decay),
-            ("rho", training.rho),
+        Hyperparameter(
+            name=f"{row}, {dataset}",
+            value=f"learning rate {t.lr:g}, weight decay {t.weight_decay:g}, rho {t.rho:g}",
+            source="paper",
+            note=table,
         )
+        for (row, dataset), t in trainings.items()
     )
 
 
-def _untold(training: Training, note: str = "not given", with_rho: bool = True) -> tuple[Hyperparameter, ...]:
-    """What we chose where the paper names no more than the network."""
-    return (
-        _ours("epochs", training.epochs, note),
-        _ours("batch size", training.batch_size, note),
-        _ours("learning rate", training.lr, note),
-        _ours("weight decay", training.weight_decay, note),
-        *((_ours("rho", training.rho, note),) if with_rho else ()),
-    )
+RHOS = _grid(settings.RHO_GRID)
+_BLOCKS = read_blocks(f"""
+[optimizer]
+code | momentum | 0.9 | Nesterov; the paper names momentum for ImageNet and fine-tuning, without Nesterov
+code | gradient clipping | 5 | norm of the synchronized gradient at w + eps
+code | weight decay | lambda/2 times the squared norm, in the loss | on all parameters, batch norm's too, so that it
+  takes part in the perturbation; in Equation 1 it is lambda times, outside of the maximum
+code | last short batch | dropped
+ours | precision | auto | bfloat16 autocast where the hardware has it; the reference code has float32
+[from scratch]
+code | learning-rate schedule | cosine | no warm-up
+code | batch-norm statistics | of the first pass | on each accelerator; averaged for evaluation
+[protocol]
+paper | replicas | {settings.NUM_REPLICAS} | mean and 95 % confidence interval
+paper | epochs without SAM | as with SAM, or twice as many | the better of the two is reported
+paper | rho grid | {RHOS} | on 10 % of the training set; here the values that the paper chose are used
+paper | rho without tuning | {settings.DEFAULT_RHO}
+paper | learning rate and weight decay | Table 6 or 7 | from a joint grid that is not given; not searched again
+[small images]
+paper | batch size | 256
+paper | accelerators | 8 | each perturbs for itself, so m = 256 / 8 = 32
+paper | basic augmentation | flip, padding by 4, random crop
+ours | padding | black | the reference code reflects the image
+code | Cutout | 16 pixels, one mask for the whole batch
+code | last layer | starts as U(-1/sqrt(classes), 1/sqrt(classes)) | the usual start costs 0.5 % on CIFAR-100
+code | shortcuts | WideResNet: average pooling and zero channels; Shake-Shake: without ReLU
+ours | AutoAugment with Cutout | both | in the reference code Cutout is a separate flag, off by default
+[cifar]
+paper | epochs, WRN-28-10 | 200, 1800 | two rows
+code | epochs, Shake-Shake and PyramidNet+ShakeDrop | 1800 | its first README; today's has them for WRN-28-10
+ours | epochs, PyramidNet | 1800 | not given; as with ShakeDrop
+code | PyramidNet's depth and alpha | 272, 200 | its widths are rounded, not cut off
+code | Shake-Shake's and ShakeDrop's backward coefficients | those of the forward pass in pass 1
+ours | AutoAugment | the published 25 sub-policies for CIFAR-10, torchvision's | on CIFAR-10 and CIFAR-100; the
+  reference code has 95 pairs with other strengths (translations by up to 225 pixels of 32)
+ours | order | flip and crop, then AutoAugment | the reference code does AutoAugment first
+[svhn-fashion]
+ours | epochs | 200 | not given; the reference code's default
+paper | SVHN's training set | 73257 + 531131 images
+paper | SVHN's auto augment | the policy for SVHN, and Cutout
+code | SVHN's auto augment | without the basic augmentation
+paper | Fashion-MNIST's auto augment | Cutout alone
+ours | normalization | mean and standard deviation of each training set | SVHN: without the additional images; the
+  reference code has 0.4309, 0.4302, 0.4463 and 0.1976, 0.2003, 0.1981; for Fashion-MNIST MNIST's
+[imagenet]
+paper | epochs | 100, 200, 400 | nothing doubles
+paper | batch size | 4096
+paper | accelerators | 32 | so m = 4096 / 32 = 128, if each core perturbs for itself
+paper | learning rate | 1 | cosine schedule
+paper | weight decay | 0.0001
+paper | label smoothing | 0.1
+paper | rho | {settings.DEFAULT_RHO} | from a grid search on ResNet-50 for 100 epochs
+paper | input size | 224
+paper | replicas | {settings.NUM_REPLICAS}
+code | augmentation | random resized crop, flip | as torchvision draws it (the logarithm of the ratio is uniform)
+code | evaluation | the central 224 / (224 + 32) of the shorter side
+code | resizing | bicubic | Pillow's, which smooths where images shrink; TensorFlow's does not
+[finetuning]
+paper | learning rate | b7: 0.016, L2: 0.008 | cosine schedule
+paper | weight decay | 1e-05
+paper | batch size | b7: 1024, L2: 512
+paper | accelerators | b7: 64, L2: 128 | so m is 16 and 4, if each core perturbs for itself
+paper | steps | b7: 5,000, L2: 10,000 | L2 'adjusted accordingly': as many examples; epochs follow from the training
+  set; choosing rho takes as many steps
+paper | input size | L2: 475
+code | input size | b7: 600 | CIFAR's images are enlarged to it
+paper | batch-norm statistics | the checkpoint's, frozen
+paper | last layer | new | on ImageNet the checkpoint's
+ours | start of a new last layer | N(0, 0.01^2) | the reference code has U(-1/sqrt(classes), 1/sqrt(classes))
+paper | augmentation, CIFAR | AutoAugment | the same policy as from scratch: ours, with a shared Cutout mask
+paper | augmentation, other datasets | ImageNet's random crop and flip alone | 'no augmentation' and the preprocessing
+  of ImageNet, which in the reference code crops and flips
+code | evaluation | the central size / (size + 32) of the shorter side | not on CIFAR
+code | resizing | bicubic | Pillow's, which smooths where images shrink; TensorFlow's does not
+code | dropout | 0.5 | before the last layer
+code | drop-connect | 0.2 | of the last block, rising linearly from 0
+ours | rho | {RHOS} | chosen on validation; which one was best for a dataset is not given
+ours | epochs without SAM | as with SAM, or twice as many | the paper doubles in Section 3.1 only
+ours | label smoothing | 0 | not given
+ours | Birdsnap's training set | 47,386 images | the paper names no split
+paper | ImageNet | 10 epochs, learning rate 0.1, rho 0.05 | rho is 0.1 in the reference code's example
+code | ImageNet | label smoothing 0.1, gradient clipping 1 | of its example
+ours | ImageNet without SAM | 10 epochs too | the paper's 15.3 and 11.8 are the errors of the checkpoints
+paper | replicas | {settings.NUM_REPLICAS}
+[label-noise]
+paper | noise, % | {_grid(NOISE_PERCENT)} | labels flipped at random; the test set is clean
+ours | a flipped label | is always another class | the paper does not say whether it may be the same
+paper | rho | {_grid([t.rho for t in settings.LABEL_NOISE.values()])} | in the order of the noise
+paper | rho grid | {RHOS} | on a clean validation set, 10 % of the training set (Table 8)
+paper | Mixup's alphas | {_grid(settings.MIXUP_ALPHAS)}
+ours | Mixup's alpha | chosen on the validation set | the paper reports the best score; Bootstrap + Mixup has Mixup's
+ours | twice the epochs | SGD and Mixup | the paper doubles in Section 3.1 only; never bootstrapped methods
+paper | augmentation | basic | as for all of CIFAR-10
+ours | replicas | {settings.NUM_REPLICAS} | not given for this table
+[landscapes]
+ours | SGD's network | trained here | the paper's is the checkpoint of Li et al. (2018), shown if its file exists
+[hessian]
+paper | batch norm | none
+ours | start without batch norm | SkipInit, with Fixup's factors | not given
+ours | epochs looked at | {_grid(settings.HESSIAN_AT_EPOCHS)} | the paper says '300 steps' next to 'different epochs'
+ours | images | 10,000 of 50,000 | not given; the spectrum is of the loss on these
+ours | Lanczos | 80 steps, 4 random starts | not given; the 5 largest eigenvalues are computed apart
+ours | augmentation | basic | not given
+[m-sharpness]
+paper | dataset | CIFAR-10 | 'a small ResNet'
+ours | m | {_grid(settings.M_GRID)} | not given
+ours | rho grid | {RHOS} | the figure's values are not given in the text
+[predictive-power]
+paper | networks | the two public tasks of Predicting Generalization in Deep Learning (NeurIPS 2020)
+paper | measure | mutual information between m-sharpness and the generalization gap
+ours | m | {_grid(settings.M_GRID)} | not given
+[second-order]
+paper | dataset | CIFAR-10
+ours | cosine | on one batch, with the L2 term, batch norm's running statistics | not given
+[norms]
+paper | dataset | CIFAR-10 | 'a wide ResNet'; the rest is Table 6's
+paper | perturbations | p = 2, p = inf, random of fixed Euclidean norm
+ours | rho grid, p = 2 and random | {RHOS} | the figure's values are not given in the text
+ours | rho grid, p = inf | rho / sqrt(number of parameters) | not given; as long as for p = 2
+[ascent-steps]
+ours | rho | {_grid([t.rho for t in settings.ASCENT_STEPS.values()])} | on CIFAR-10 and CIFAR-100; not given; Table 6's
+ours | network | 'a WideResNet' | WRN-28-10: its errors in Table 1 are near those after one step
+paper | ascent steps | {_grid(settings.ASCENT_STEPS_GRID)}
+ours | length of an ascent step | rho, then projection onto the ball | not given
+paper | replicas | {settings.ASCENT_NUM_RUNS} | mean and standard deviation
+[bound]
+ours | rho | {RHOS} | the paper gives no value of the bound
+ours | delta | 0.05 | not given
+ours | noise of the condition | 20 draws, test images | not measured in the paper
+""")
+REFERENCE_CODE = _BLOCKS["optimizer"] + _BLOCKS["from scratch"]
+"""What all training from scratch has that the paper does not say."""
 
-
-def _accelerators(training: Training) -> Hyperparameter:
-    """How the batch is divided where the paper says so of other experiments only."""
-    return _ours("m", training.m, f"not given; {training.num_accelerators} accelerators, as for all of CIFAR")
-
-
-REFERENCE_CODE = (
-    _code("momentum", 0.9, "Nesterov; the paper names momentum for ImageNet and fine-tuning, without Nesterov"),
-    _code("learning-rate schedule", "cosine", "no warm-up"),
-    _code("gradient clipping", 5.0, "norm of the synchronized gradient at w + eps"),
-    _code(
-        "weight decay",
-        "lambda/2 |w|^2 in the loss",
-        "on all parameters, batch norm's too, so that it takes part in the perturbation; in Equation 1 it is lambda "
-        "|w|^2 outside of the maximum",
-    ),
-    _code("last short batch", "dropped"),
-    _code("batch-norm statistics", "of the first pass", "on each accelerator; averaged for evaluation"),
-)
-"""What the reference code adds to the paper in every training."""
-
-PROTOCOL = (
-    _paper("replicas", settings.NUM_REPLICAS, "mean and 95 % confidence interval"),
-    _paper("epochs without SAM", "as with SAM, or twice as many", "the better of the two is reported"),
-    _paper("rho grid", settings.RHO_GRID, "on a validation set; here the values that the paper chose are used"),
-    _paper("validation set", settings.VALIDATION, "of the training set"),
-    _paper("rho without tuning", settings.DEFAULT_RHO),
-    _ours(
-        "learning-rate grid",
-        settings.LR_GRID,
-        "the paper has a joint grid with decay, whose values are not given; not used again",
-    ),
-    _ours("weight-decay grid", settings.DECAY_GRID, "as above; both contain all values that the paper chose"),
-)
-"""How conditions are compared and settings chosen (Section 3.1 and Appendix C.1)."""
-
-_SMALL_IMAGES = (
-    _paper("batch size", 256),
-    _paper("accelerators", 8, "each perturbs for itself, so m = 256 / 8 = 32"),
-    _paper("basic augmentation", "flip, padding by 4, random crop"),
-    _ours("padding", "black", "the reference code reflects the image"),
-    _code("Cutout's mask", "shared by the batch"),
-    _code("Cutout's size", 16),
-)
-
-_HYPERPARAMETERS: dict[str, tuple[Hyperparameter, ...]] = {
-    "cifar": (
-        *PROTOCOL,
-        *_tabulated(settings.CIFAR, "Table 6"),
-        _paper("epochs, WRN-28-10", (200, 1800), "two rows"),
-        _code("epochs, Shake-Shake and PyramidNet+ShakeDrop", 1800),
-        _ours("epochs, PyramidNet", 1800, "not given; as with ShakeDrop"),
-        _code("PyramidNet's depth and alpha", (272, 200), "its widths are rounded, not cut off"),
-        _code("Shake-Shake's and ShakeDrop's backward coefficients", "those of the forward pass in pass 1"),
-        *_SMALL_IMAGES,
-        _code("AutoAugment", "the policy for CIFAR", "on CIFAR-10 and CIFAR-100, with Cutout"),
-        _ours("order", "flip and crop, then AutoAugment", "the reference code does AutoAugment first"),
-        *REFERENCE_CODE,
-    ),
-    "svhn-fashion": (
-        *PROTOCOL,
-        *_tabulated(settings.SVHN_FASHION, "Table 7"),
-        _ours("epochs", 200, "not given; the reference code's default"),
-        _paper("SVHN's training set", "73257 + 531131 images"),
-        _paper("SVHN's auto augment", "the policy for SVHN, and Cutout"),
-        _code("SVHN's auto augment", "without the basic augmentation"),
-        _paper("Fashion-MNIST's auto augment", "Cutout alone"),
-        _ours(
-            "Fashion-MNIST's normalization",
-            "its own mean and standard deviation",
-            "the reference code has MNIST's, 0.1307 and 0.3081",
-        ),
-        *_SMALL_IMAGES,
-        *REFERENCE_CODE,
-    ),
-    "imagenet": (
-        _paper("epochs", settings.IMAGENET_EPOCHS),
-        _paper("batch size", 4096),
-        _paper("accelerators", 32, "so m = 4096 / 32 = 128, if each core perturbs for itself"),
-        _paper("learning rate", 1.0, "cosine schedule"),
-        _paper("weight decay", 1e-4),
-        _paper("momentum", 0.9),
-        _paper("label smoothing", 0.1),
-        _paper("rho", 0.05, "from a grid search on ResNet-50 for 100 epochs"),
-        _paper("input size", settings.IMAGENET_IMAGE_SIZE),
-        _code("augmentation", "random resized crop, flip"),
-        _paper("replicas", settings.NUM_REPLICAS),
-        *REFERENCE_CODE,
-    ),
-    "finetuning": (
-        _paper("learning rate, EfficientNet-b7", 0.016),
-        _paper("learning rate, EfficientNet-L2", 0.008),
-        _paper("weight decay", 1e-5),
-        _paper("batch size, EfficientNet-b7", 1024),
-        _paper("batch size, EfficientNet-L2", 512),
-        _paper("accelerators, EfficientNet-b7", 64, "so m = 1024 / 64 = 16, if each core perturbs for itself"),
-        _paper("accelerators, EfficientNet-L2", 128, "so m = 512 / 128 = 4"),
-        _paper("steps, EfficientNet-b7", 5_000, "20k steps of 256 elsewhere; epochs follow from the training set"),
-        _paper("steps, EfficientNet-L2", 10_000, "'adjusted accordingly': as many examples as for b7"),
-        _paper("input size, EfficientNet-L2", 475),
-        _code("input size, EfficientNet-b7", 600, "CIFAR's images are enlarged to it"),
-        _paper("momentum", 0.9),
-        _paper("batch-norm statistics", "the checkpoint's, frozen"),
-        _paper("last layer", "new", "on ImageNet the checkpoint's"),
-        _paper("augmentation, CIFAR", "AutoAugment"),
-        _paper(
-            "augmentation, other datasets",
-            "ImageNet's random crop and flip alone",
-            "the paper: no augmentation, and the same preprocessing as for ImageNet, which in the reference code crops "
-            "and flips",
-        ),
-        _ours("rho", settings.RHO_GRID, "which one was best for a dataset is not given; Table 10 has 0.05"),
-        _ours("label smoothing", 0.0),
-        _ours(
-            "Birdsnap's training set", settings.FINETUNING_TRAIN_SIZES["birdsnap"], "images; the paper names no split"
-        ),
-        _paper("epochs, ImageNet", 10),
-        _paper("learning rate, ImageNet", 0.1, "with both networks"),
-        _paper("rho, ImageNet", 0.05, "the reference code's example has 0.1"),
-        _code("label smoothing, ImageNet", 0.1, "of its example"),
-        _code("gradient clipping, ImageNet", 1.0, "of its example"),
-        _paper("replicas", settings.NUM_REPLICAS),
-        *REFERENCE_CODE,
-    ),
-    "label-noise": (
-        _paper("network", "ResNet-32"),
-        _paper("epochs", 200),
-        _paper("noise, %", NOISE_PERCENT, "labels flipped at random; the test set is clean"),
-        _paper("rho", {percent: training.rho for percent, training in settings.LABEL_NOISE.items()}),
-        _paper("rho grid", settings.RHO_GRID, "on a clean validation set, 10 % of the training set (Table 8)"),
-        _paper("Mixup's alpha", settings.MIXUP_ALPHAS, "the best for each noise level is reported"),
-        _paper("batch size", 256, "as for all of CIFAR-10"),
-        _paper("accelerators", 8, "as for all of CIFAR-10, so m = 32"),
-        _paper("augmentation", "basic", "as for all of CIFAR-10"),
-        _ours("learning rate", 0.1),
-        _ours("weight decay", 5e-4),
-        _ours("replicas", settings.NUM_REPLICAS, "not given for this table"),
-        *REFERENCE_CODE,
-    ),
-    "landscapes": (
-        _paper("network", "ResNet-56 without residual connections", "the checkpoint of Li et al. (2017) for SGD"),
-        _accelerators(settings.LANDSCAPES),
-        *_untold(settings.LANDSCAPES, "not given; rho is the paper's default, the rest after Li et al. (2017)"),
-        *REFERENCE_CODE,
-    ),
-    "hessian": (
-        _paper("network", "WRN-40-10 without batch norm"),
-        _paper("epochs", settings.HESSIAN.epochs, "the paper says '300 steps' beside 'different epochs'"),
-        _ours("epochs looked at", settings.HESSIAN_AT_EPOCHS),
-        _accelerators(settings.HESSIAN),
-        _ours("learning rate", settings.HESSIAN.lr, "not given; below the usual one, as there is no batch norm"),
-        _ours("weight decay", settings.HESSIAN.weight_decay),
-        _ours("rho", settings.HESSIAN.rho, "not given; the paper's default"),
-        _ours("augmentation", "basic"),
-        *REFERENCE_CODE,
-    ),
-    "m-sharpness": (
-        _ours("network", settings.M_SHARPNESS.model, "the paper: 'a small ResNet'"),
-        _paper("dataset", "CIFAR-10"),
-        _ours("m", settings.M_GRID),
-        _ours("rho grid", settings.RHO_GRID, "the figure's values are not given in the text"),
-        *_untold(settings.M_SHARPNESS, with_rho=False),
-        *REFERENCE_CODE,
-    ),
-    "predictive-power": (
-        _paper(
-            "networks",
-            "the two public tasks of Predicting Generalization in Deep Learning (NeurIPS 2020)",
-        ),
-        _paper("measure", "mutual information between m-sharpness and the generalization gap"),
-        _ours("m", settings.M_GRID),
-    ),
-    "second-order": (
-        _paper("network", "WRN-40-2"),
-        _paper("dataset", "CIFAR-10"),
-        _ours("m", settings.SECOND_ORDER.m, "one eps for the whole batch"),
-        *_untold(settings.SECOND_ORDER),
-        *REFERENCE_CODE,
-    ),
-    "norms": (
-        _ours("network", settings.NORMS.model, "the paper: 'a wide ResNet'"),
-        _paper("dataset", "CIFAR-10"),
-        _paper("perturbations", "p = 2, p = inf, random of fixed Euclidean norm"),
-        _ours("rho grid, p = 2 and random", settings.RHO_GRID, "the figure's values are not given in the text"),
-        _ours("rho grid, p = inf", "rho / sqrt(number of parameters)", "not given; as long as for p = 2"),
-        _accelerators(settings.NORMS),
-        *_untold(settings.NORMS, "not given; Table 6's WRN-28-10 (200 epochs)", with_rho=False),
-        *REFERENCE_CODE,
-    ),
-    "ascent-steps": (
-        _ours(
-            "network",
-            settings.ASCENT_STEPS["cifar10"].model,
-            "the paper: 'a WideResNet'; its errors after one step are near Table 1's WRN-28-10 (200 epochs), basic",
-        ),
-        _paper("ascent steps", settings.ASCENT_STEPS_GRID),
-        _paper("replicas", settings.ASCENT_NUM_RUNS, "mean and standard deviation"),
-        _accelerators(settings.ASCENT_STEPS["cifar10"]),
-        *_untold(settings.ASCENT_STEPS["cifar10"], "CIFAR-10; not given; Table 6's"),
-        *_untold(settings.ASCENT_STEPS["cifar100"], "CIFAR-100; not given; Table 6's"),
-        *REFERENCE_CODE,
-    ),
-    "bound": (
-        _ours("rho", settings.RHO_GRID, "the paper gives no value of the bound"),
-        _ours("delta", 0.05),
-    ),
+_TRAININGS: Mapping[str, Hyperparameters] = {
+    "cifar": (*_BLOCKS["protocol"], *_tabulated(settings.CIFAR, "Table 6"), *_BLOCKS["small images"]),
+    "svhn-fashion": (*_BLOCKS["protocol"], *_tabulated(settings.SVHN_FASHION, "Table 7"), *_BLOCKS["small images"]),
+    "imagenet": (),
+    "label-noise": settings.LABEL_NOISE[20].hyperparameters("rho"),
+    "landscapes": settings.LANDSCAPES.hyperparameters(),
+    "hessian": settings.HESSIAN.hyperparameters(),
+    "m-sharpness": settings.M_SHARPNESS.hyperparameters("rho", "m"),
+    "second-order": settings.SECOND_ORDER.hyperparameters(),
+    "norms": settings.NORMS.hyperparameters("rho"),
+    "ascent-steps": settings.ASCENT_STEPS["cifar10"].hyperparameters("rho", "model"),
 }
-
-HYPERPARAMETERS: Mapping[str, tuple[Hyperparameter, ...]] = MappingProxyType(_HYPERPARAMETERS)
+HYPERPARAMETERS: Mapping[str, Hyperparameters] = MappingProxyType(
+    {item: (*found, *_BLOCKS[item], *REFERENCE_CODE) for item, found in _TRAININGS.items()}
+    | {
+        "finetuning": _BLOCKS["finetuning"] + _BLOCKS["optimizer"],
+        "predictive-power": _BLOCKS["predictive-power"],
+        "bound": _BLOCKS["bound"],
+        "bound-network": settings.NORMS.hyperparameters() + REFERENCE_CODE,
+    }
+)
 """By item; the rho = 0.05 tables are those of "cifar" and "finetuning", Table 8 is of "label-noise"."""

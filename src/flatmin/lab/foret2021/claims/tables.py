@@ -1,11 +1,8 @@
-"""The numbers of Section 3 of Foret et al. (2021), verbatim: Tables 1 to 4.
+"""The numbers of Section 3 of Foret et al. (2021), verbatim: Tables 1 to 4, laid out as in the paper.
 
-The paper is "Sharpness-Aware Minimization for Efficiently Improving Generalization" (ICLR 2021).
-`claims_appendix` has the tables of its appendices, `claims_figures` its figures and the numbers in its text.
-
-Tables are laid out as in the paper. The keys are the lab's names: its datasets (and "birdsnap"), its
-augmentations, and for methods "sam" and "sgd" (also where the paper says "Standard Training" or "Baseline").
-A statement says beside each claim what the paper's own numbers make of it; the tests count them.
+The paper is "Sharpness-Aware Minimization for Efficiently Improving Generalization" (ICLR 2021). The keys are the lab's
+names: its datasets (and "birdsnap"), its augmentations, and for methods "sam" and "sgd" (also where the paper says
+"Standard Training" or "Baseline"). A statement says what the paper's own numbers make of a claim; the tests count them.
 """
 
 from itertools import product
@@ -71,6 +68,11 @@ class PreviousBest(NamedTuple):
     """As Table 3 abbreviates it; `PREVIOUS_METHODS` has the references."""
 
 
+def statements(*texts: str) -> tuple[Statement, ...]:
+    """Return statements from pairs of texts: a claim, and what the paper's own numbers say of it."""
+    return tuple(Statement(claim=c, own_numbers=own) for c, own in zip(texts[::2], texts[1::2], strict=True))
+
+
 def classification_cells(text: str, datasets: tuple[str, str]) -> MappingProxyType[Classification, Claimed]:
     """Read a table of models and augmentations, with a column for each dataset and method."""
     cells = {}
@@ -105,11 +107,9 @@ PyramidNet+ShakeDrop    | autoaugment | 1.4 ± <0.1   | 1.6 ± <0.1 | 10.3 ± 0.
 """,
         ("cifar10", "cifar100"),
     ),
-    statements=(
-        Statement(
-            claim="SAM's test error is below SGD's in each of the 30 conditions, though SGD may train twice as long.",
-            own_numbers="True in all 30, and in all 30 the 95 % intervals do not overlap.",
-        ),
+    statements=statements(
+        "SAM's test error is below SGD's in each of the 30 conditions, though SGD may train twice as long.",
+        "True in all 30, and in all 30 the 95 % intervals do not overlap.",
     ),
     notes=(
         "SGD's numbers are the better of the standard and the doubled number of epochs; which one it was is not said.",
@@ -141,22 +141,16 @@ IMAGENET = Claims(
             for (method, top), number in zip(product(METHODS, (1, 5)), numbers, strict=True)
         }
     ),
-    statements=(
-        Statement(
-            claim="SAM's top-1 and top-5 errors are below standard training's for each depth and number of epochs.",
-            own_numbers="True in all 18 comparisons. At equal computation, SAM for n epochs against standard training "
-            "for 2 n, it is true in 11 of 12: ResNet-50's top-1 error is 22.5 after 100 epochs with SAM and 22.3 after "
-            "200 without.",
-        ),
-        Statement(
-            claim="With SAM the error goes on falling from 100 to 200 to 400 epochs.",
-            own_numbers="True for all depths, top-1 and top-5.",
-        ),
-        Statement(
-            claim="Without SAM the error rises from 200 to 400 epochs.",
-            own_numbers="True for ResNet-101 and -152; ResNet-50's top-1 error stays at 22.3, and its top-5 error goes "
-            "from 6.37 to 6.40, within the intervals. The paper says 'generally'.",
-        ),
+    statements=statements(
+        "SAM's top-1 and top-5 errors are below standard training's for each depth and number of epochs.",
+        "True in all 18 comparisons. At equal computation, SAM for n epochs against standard training "
+        "for 2 n, it is true in 11 of 12: ResNet-50's top-1 error is 22.5 after 100 epochs with SAM and 22.3 after "
+        "200 without.",
+        "With SAM the error goes on falling from 100 to 200 to 400 epochs.",
+        "True for all depths, top-1 and top-5.",
+        "Without SAM the error rises from 200 to 400 epochs.",
+        "True for ResNet-101 and -152; ResNet-50's top-1 error stays at 22.3, and its top-5 error goes "
+        "from 6.37 to 6.40, within the intervals. The paper says 'generally'.",
     ),
     notes=(
         "Intervals of '<0.01' and '<0.0' stand beside means with one decimal place; probably '<0.1' was meant.",
@@ -198,16 +192,12 @@ FINETUNING = Claims(
     title="Fine-tuning EfficientNet-b7 and -L2",
     metric="top-1 test error, %, mean and 95 % confidence interval of 5 runs",
     cells=MappingProxyType(_FINETUNING_CELLS),
-    statements=(
-        Statement(
-            claim="Fine-tuning with SAM gives a lower error than without on each dataset, with both networks.",
-            own_numbers="True in all 18 comparisons.",
-        ),
-        Statement(
-            claim="In many cases SAM's error is below the best published before.",
-            own_numbers="True on 5 of 9 datasets with b7 (against networks that saw ImageNet only) and 8 of 9 with L2; "
-            "on 5 of those 8, L2 without SAM is below it too.",
-        ),
+    statements=statements(
+        "Fine-tuning with SAM gives a lower error than without on each dataset, with both networks.",
+        "True in all 18 comparisons.",
+        "In many cases SAM's error is below the best published before.",
+        "True on 5 of 9 datasets with b7 (against networks that saw ImageNet only) and 8 of 9 with L2; "
+        "on 5 of those 8, L2 without SAM is below it too.",
     ),
     notes=(
         "On ImageNet the numbers without SAM, 15.3 and 11.8, have no interval: they are the errors of the checkpoints "
@@ -216,18 +206,17 @@ FINETUNING = Claims(
 )
 PREVIOUS_BEST = MappingProxyType(_PREVIOUS_BEST)
 """Table 3's "Prev. SOTA", by dataset and network (b7: with ImageNet alone)."""
-PREVIOUS_METHODS = MappingProxyType(
-    {
-        "EffNet": "Tan & Le (2019)",
-        "Gpipe": "Huang et al. (2018)",
-        "DAT": "Ngiam et al. (2018)",
-        "BiT-M": "Kolesnikov et al. (2020)",
-        "BiT-L": "Kolesnikov et al. (2020)",
-        "KDforAA": "Wei et al. (2020)",
-        "TBMSL-Net": "Zhang et al. (2020)",
-        "ViT": "Dosovitskiy et al. (2020)",
-    }
-)
+_PREVIOUS_METHODS = """
+EffNet | Tan & Le (2019)
+Gpipe | Huang et al. (2018)
+DAT | Ngiam et al. (2018)
+BiT-M | Kolesnikov et al. (2020)
+BiT-L | Kolesnikov et al. (2020)
+KDforAA | Wei et al. (2020)
+TBMSL-Net | Zhang et al. (2020)
+ViT | Dosovitskiy et al. (2020)
+"""
+PREVIOUS_METHODS = MappingProxyType({row[0]: row[1] for row in table_rows(_PREVIOUS_METHODS)})
 
 _NOISE_LITERATURE = """
 # method                         | 20 % | 40 % | 60 % | 80 %
@@ -265,20 +254,13 @@ LABEL_NOISE = Claims(
             if number != "-"
         }
     ),
-    statements=(
-        Statement(
-            claim="SAM alone is more accurate than SGD and Mixup at every noise level.",
-            own_numbers="True at all 4 levels.",
-        ),
-        Statement(
-            claim="SAM alone is more accurate than every earlier method except MentorMix.",
-            own_numbers="True in all 24 numbers there are; by 0.2 points at the least.",
-        ),
-        Statement(
-            claim="Bootstrapping makes SAM more accurate, and comparable to MentorMix.",
-            own_numbers="More accurate at all 4 levels; against MentorMix better at 60 %, equal at 40 %, worse at 20 % "
-            "and 80 %.",
-        ),
+    statements=statements(
+        "SAM alone is more accurate than SGD and Mixup at every noise level.",
+        "True at all 4 levels.",
+        "SAM alone is more accurate than every earlier method except MentorMix.",
+        "True in all 24 numbers there are; by 0.2 points at the least.",
+        "Bootstrapping makes SAM more accurate, and comparable to MentorMix.",
+        "More accurate at all 4 levels; against MentorMix better at 60 %, equal at 40 %, worse at 20 % and 80 %.",
     ),
     notes=(
         "No intervals are given, nor the number of replicas.",

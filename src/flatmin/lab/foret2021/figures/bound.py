@@ -63,7 +63,7 @@ def bound(scale: Scale, runner: Runner) -> Findings:
     """Evaluate the bound on the 0-1 error for SGD and SAM networks, over rho, and say whether it is vacuous."""
     recorder, claims = RecordingRunner(runner), FIGURES["bound"]
     experiments = bound_experiments(scale)
-    own_rho = experiments["SAM"].optim.rho
+    sgd, own_rho = experiments["SGD"], experiments["SAM"].optim.rho
     measurements = {rho: _measurement(rho) for rho in RADII[scale]}
     noise = Measurement(kind="noise", settings=(("rho", own_rho), ("num_examples", NUM_TEST_EXAMPLES[scale])))
     measured = (*measurements.values(), noise)
@@ -85,7 +85,7 @@ def bound(scale: Scale, runner: Runner) -> Findings:
         ],
         hyperparameters=[
             *HYPERPARAMETERS["bound"],
-            *([] if scale == "paper" else own_settings([experiments["SGD"]], ("rho of SAM", own_rho))),
+            *(HYPERPARAMETERS["bound-network"] if scale == "paper" else own_settings([sgd], ("rho of SAM", own_rho))),
         ],
         notes=[
             "The loss is the 0-1 error. The worst weights in the ball are those that one ascent step finds, so this is "

@@ -51,7 +51,7 @@ DATASETS: Mapping[Scale, tuple[str, ...]] = {
     "smoke": ("digits",),
 }
 EQUIVALENCE = 0.1
-"""An error "does not depend" on something if it changes by less than this fraction of itself, with 95 % confidence."""
+"""An error is "not strongly affected" if it changes by less than this fraction of itself, with 95 % confidence."""
 NEARLY = 0.8
 """One step "finds nearly as much" as several if it finds at least this share of it."""
 FEW, MANY = min(ASCENT_STEPS_GRID), max(ASCENT_STEPS_GRID)
@@ -181,9 +181,8 @@ def _verdicts(found: Found, scale: Scale) -> list[Verdict]:
     ]
     family = Family([*equal, *better, *ends, *along])
     not_trained = f"{ten_classes} has ten classes; CIFAR-100 is not trained at this scale."
-    margin = EQUIVALENCE * mean(metric_by_seed(found[ten_classes, FEW], "test_error").values())
     return [
-        _unaffected(unaffected, equal, family, margin),
+        _unaffected(unaffected, [*equal, *better], family),
         family.judge(several_better, better)
         if better
         else Verdict(claim=several_better, status="not tested", evidence=not_trained),
@@ -256,19 +255,22 @@ def _curve(outcome: Outcome) -> list[float]:
     return [100 * value for value in map(sharpness_of, lines) if value is not None]
 
 
-def _unaffected(claim: str, contrasts: Sequence[Contrast], family: Family, margin: float) -> Verdict:
-    """Judge that the test error does not depend on the number of steps: all differences are surely small."""
+def _unaffected(claim: str, contrasts: Sequence[Contrast], family: Family) -> Verdict:
+    """Judge that the number of steps does not strongly affect the test error, by one standard on all datasets."""
     verdict = family.judge(claim, contrasts)
     if any(math.isnan(family.p_holm(contrast)) for contrast in contrasts):
         return replace(verdict, status="not tested")
-    intervals = [mean_and_interval(contrast.differences) for contrast in contrasts]
-    widest = max(abs(interval.mean) + interval.half_width for interval in intervals)
+    intervals = [(mean_and_interval(contrast.differences), mean(contrast.higher.values())) for contrast in contrasts]
+    widest = max((abs(interval.mean) + interval.half_width) / error for interval, error in intervals)
     status: VerdictStatus = "inconclusive"
-    if widest <= margin:
+    if widest <= EQUIVALENCE:
         status = "reproduced"
     elif any(family.p_holm(contrast) < SIGNIFICANT for contrast in contrasts):
         status = "not reproduced"
     elif any(family.is_open(contrast) for contrast in contrasts):
         status = "not tested"
-    said = f"With 95 % confidence the error changes by less than {widest:.2g} points; {margin:.2g} count as nothing."
+    said = (
+        f"With 95 % confidence the error changes by less than {100 * widest:.2g} % of itself; "
+        f"{100 * EQUIVALENCE:.0f} % would be a strong effect."
+    )
     return replace(verdict, status=status, evidence=f"{verdict.evidence} {said}")

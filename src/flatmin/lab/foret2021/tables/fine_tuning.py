@@ -46,7 +46,7 @@ def fine_tuning_conditions(scale: Scale, runner: Runner) -> list[Condition]:
     return [
         _paper_condition(model, dataset, rho=None, source=claims.FINETUNING)
         for dataset in FINETUNING_DATASETS
-        for model in settings.FINETUNING_MODELS
+        for model in settings.FINETUNING
     ]
 
 
@@ -82,9 +82,9 @@ def _paper_condition(model: str, dataset: str, rho: float | None, source: Claims
     start = Experiment(
         data=Data(
             name="folder:birdsnap" if dataset == "birdsnap" else dataset,
-            augment=settings.finetuning_augment(dataset),
+            augment="autoaugment" if small_images else "imagenet",
             batch_size=training.batch_size,
-            image_size=settings.FINETUNING_IMAGE_SIZE[model],
+            image_size=settings.FINETUNING[model].image_size,
             resize=settings.RESIZE,
             crop_padding=None if small_images else settings.CROP_PADDING,
             cutout_shared=settings.CUTOUT_SHARED and small_images,
@@ -94,7 +94,7 @@ def _paper_condition(model: str, dataset: str, rho: float | None, source: Claims
             name=model,
             checkpoint=str(CHECKPOINTS / f"{model}.safetensors"),
             head="keep" if dataset == "imagenet" else "new",
-            freeze_batch_norm=settings.FREEZE_BATCH_NORM,
+            freeze_batch_norm=True,
             dropout=settings.FINETUNING_DROPOUT,
             drop_connect=settings.FINETUNING_DROP_CONNECT,
         ),
@@ -158,7 +158,7 @@ def _previous_best() -> Table:
     rows: list[list[str | Cell]] = []
     for dataset in FINETUNING_DATASETS:
         row: list[str | Cell] = [dataset]
-        for model in settings.FINETUNING_MODELS:
+        for model in settings.FINETUNING:
             best = claims.PREVIOUS_BEST[dataset, model]
             row.append(
                 Cell(claimed=best.error.printed(), note=f"{best.method}, {claims.PREVIOUS_METHODS[best.method]}")
