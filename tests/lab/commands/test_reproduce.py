@@ -8,12 +8,12 @@ import pytest
 from flatmin.cli import main
 from flatmin.lab.commands import report
 from flatmin.lab.errors import DataError, ModelError
-from flatmin.lab.foret2021.cost import plan, with_all_missing
 from flatmin.lab.foret2021.items import ITEMS
 from flatmin.lab.foret2021.scales import smoke
 from flatmin.lab.spec.experiment import Data, Experiment, Model
 from flatmin.lab.studies.findings import Findings
 from flatmin.lab.studies.item import Item
+from flatmin.lab.studies.plan import plan, with_all_missing
 from flatmin.lab.sweeps import preflight as inputs_module
 from flatmin.lab.sweeps.jobs import Job
 from flatmin.lab.sweeps.preflight import Inputs

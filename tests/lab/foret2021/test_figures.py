@@ -7,17 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch.nn.functional as F
+from image_passes import cost, network_flops, num_networks, weighted_cost
 
 from flatmin.lab.foret2021 import settings
-from flatmin.lab.foret2021.cost import (
-    cost,
-    network_flops,
-    num_networks,
-    plan,
-    planned_jobs,
-    weighted_cost,
-    with_all_missing,
-)
 from flatmin.lab.foret2021.figures.items import FIGURE_ITEMS
 from flatmin.lab.foret2021.items import ITEMS as ALL_ITEMS
 from flatmin.lab.foret2021.scales import CUTS
@@ -25,6 +17,7 @@ from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
 from flatmin.lab.studies.conditions import TUNING_SEED
 from flatmin.lab.studies.findings import Cell, Comparison, LineFigure, SurfaceFigure
 from flatmin.lab.studies.item import SCALES
+from flatmin.lab.studies.plan import plan, planned_jobs, with_all_missing
 from flatmin.lab.sweeps.jobs import Job, Outcome, read_outcome
 from flatmin.lab.sweeps.measurements import measurement_settings
 from flatmin.lab.sweeps.progress import passes

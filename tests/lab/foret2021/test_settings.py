@@ -8,7 +8,6 @@ from flatmin.lab.foret2021 import settings
 from flatmin.lab.foret2021.claims.appendix import SVHN_FASHION
 from flatmin.lab.foret2021.claims.figures import FIGURES
 from flatmin.lab.foret2021.claims.tables import CIFAR, FINETUNING_DATASETS, IMAGENET, NOISE_PERCENT
-from flatmin.lab.foret2021.cost import planned_jobs
 from flatmin.lab.foret2021.items import ITEMS
 from flatmin.lab.foret2021.sources import HYPERPARAMETERS, REFERENCE_CODE
 from flatmin.lab.foret2021.tables.fine_tuning import fine_tuning_conditions
@@ -16,6 +15,7 @@ from flatmin.lab.spec.datasets import DATASETS
 from flatmin.lab.spec.experiment import Data, Experiment, Model
 from flatmin.lab.spec.models import check_model_name
 from flatmin.lab.studies.conditions import run_conditions
+from flatmin.lab.studies.plan import planned_jobs
 from flatmin.lab.sweeps.runners import DryRunner
 
 TRAININGS = [

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from flatmin.cli import main
-from flatmin.lab.foret2021.cost import planned_jobs
 from flatmin.lab.foret2021.items import ITEMS
 from flatmin.lab.studies.findings import Cell, Comparison
 from flatmin.lab.studies.item import SCALES
+from flatmin.lab.studies.plan import planned_jobs
 from flatmin.lab.sweeps.runners import ReadOnlyRunner
 
 TABLES = ("table1", "imagenet", "fine-tuning", "label-noise", "svhn-fashion", "noise-and-rho", "rho-0.05")

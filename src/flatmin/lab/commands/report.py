@@ -9,11 +9,11 @@ import tyro
 from rich.console import Console
 
 from flatmin.lab.errors import SpecError
-from flatmin.lab.foret2021.cost import with_all_missing
 from flatmin.lab.foret2021.items import ITEMS
 from flatmin.lab.spec.fields import did_you_mean
 from flatmin.lab.studies.findings import Findings
 from flatmin.lab.studies.item import Item, Scale
+from flatmin.lab.studies.plan import with_all_missing
 from flatmin.lab.sweeps.runners import ReadOnlyRunner
 
 

@@ -11,10 +11,10 @@ from rich.console import Console
 
 from flatmin.lab.commands.report import items_named, print_verdicts, write_page
 from flatmin.lab.errors import DataError, ModelError, SpecError
-from flatmin.lab.foret2021.cost import plan, with_all_missing
 from flatmin.lab.foret2021.items import ITEMS
 from flatmin.lab.studies.findings import Findings
 from flatmin.lab.studies.item import Item, Scale
+from flatmin.lab.studies.plan import plan, with_all_missing
 from flatmin.lab.sweeps.preflight import Inputs
 from flatmin.lab.sweeps.runners import FilteredRunner, ReadOnlyRunner, Runner, is_meant, label
 from flatmin.lab.training.engine import CHECKPOINT_SECONDS

@@ -1,9 +1,10 @@
-"""What a study would cost: its runs, and how often an image passes forward and backward through a network."""
+"""What runs cost: how often an image passes forward and backward through a network.
+
+from image_passes import weighted_cost  # in passes of a WRN-10-2 on an image of 28 x 28 pixels
+"""
 
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import lru_cache
-from typing import cast
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -12,10 +13,7 @@ from flatmin.lab.foret2021.settings import FINETUNING_TRAIN_SIZES
 from flatmin.lab.models.build import build_model
 from flatmin.lab.spec.datasets import dataset_info
 from flatmin.lab.spec.experiment import Data, Experiment, Model
-from flatmin.lab.studies.findings import Findings
-from flatmin.lab.studies.item import Scale, Study
 from flatmin.lab.sweeps.jobs import Job
-from flatmin.lab.sweeps.runners import DryRunner, Runner
 from flatmin.lab.training.step_cost import passes_per_step
 
 TRAIN_SIZES = {**FINETUNING_TRAIN_SIZES, "digits": 1_297, "fashion-mnist": 60_000, "svhn": 73_257}
@@ -23,32 +21,6 @@ SVHN_EXTRA = 531_131
 UNIT = Model(name="wrn-10-2")
 """The network whose pass over an image of `UNIT_DATA` is 1 in `weighted_cost`."""
 UNIT_DATA = "fashion-mnist"
-
-
-def plan(study: Study, scale: Scale, known: Runner | None = None) -> DryRunner:
-    """Return what a study asks for, given the runs that are there.
-
-    Where a choice is still open, the first candidate stands for the chosen one: as many runs follow from any.
-    """
-    planner = DryRunner(known)
-    study(scale, planner)
-    return planner
-
-
-def planned_jobs(study: Study, scale: Scale) -> list[Job]:
-    """Return all jobs that a study asks for when nothing is there yet."""
-    return list(plan(study, scale).jobs.values())
-
-
-def with_all_missing(findings: Findings, study: Study, known: Runner) -> Findings:
-    """Return findings that count as missing also the runs which follow from choices that are still open.
-
-    A study cannot know these runs before the choice is made, and so does not count them by itself.
-    """
-    if not findings.num_missing:
-        return findings
-    planned = plan(study, cast(Scale, findings.scale), known)
-    return replace(findings, num_missing=max(findings.num_missing, len(planned.missing)))
 
 
 def cost(jobs: Iterable[Job]) -> int:
