@@ -1,61 +1,70 @@
-"""``flatmin demo``: SGD and SAM on 500 embedded digits, clean and with 40 % wrong labels, in minutes on two cores.
+"""The study behind ``flatmin demo``: SGD and SAM on 500 embedded digits, with clean and with 40 % noisy labels.
 
-Network, learning rate and rho come from a validation sweep (``experiments/choose_demo_settings.py``) whose result is
-stored in ``settings.json``; the test set had no part in it.
+Network, learning rate and rho were tuned on validation data by ``experiments/choose_demo_settings.py``, whose result is
+``settings.json``; the test set was not used. It takes two minutes on two cores.
 """
 
 import json
-import math
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-
-from flatmin.lab.runs.directory import Result
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
-from flatmin.lab.studies.statistics import SIGNIFICANT, Interval, mean_and_interval, paired_p_value
-from flatmin.lab.training.engine import train
+from flatmin.lab.studies.contrasts import (
+    Contrast,
+    Family,
+    along_training,
+    contrast_between,
+    mean,
+    measured_by_seed,
+    metric_by_seed,
+    number_cell,
+    run_names,
+)
+from flatmin.lab.studies.findings import Cell, Comparison, Findings, Hyperparameter, LineFigure, Table, Verdict
+from flatmin.lab.studies.measured_figures import density_figures, landscape_figures
+from flatmin.lab.studies.statistics import SIGNIFICANT, Interval, p_text
+from flatmin.lab.sweeps.jobs import Job, Measurement, Outcome
+from flatmin.lab.sweeps.runners import RecordingRunner, Runner
 
 SEEDS = (0, 1, 2)
 NOISE_RATES = (0.0, 0.4)
-METHODS = ("SGD", "SGD, twice the epochs", "SAM")
 TRAIN_SIZE, VALIDATION, BATCH_SIZE, EPOCHS = 500, 0.5, 64, 30
-
-
-@dataclass(frozen=True, kw_only=True)
-class DemoRun:
-    """One trained and measured network of the demonstration."""
-
-    noise: float
-    method: str
-    result: Result
-    m_sharpness: float
-    lambda_max: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One line of the table: a method under a condition, over all seeds."""
-
-    noise: float
-    method: str
-    test_error: Interval
-    train_error: Interval
-    m_sharpness: Interval
-    lambda_max: Interval
-    runs: list[DemoRun]
+METHODS: dict[str, Callable[[Experiment, float], Experiment]] = {
+    "SGD": lambda sgd, _: sgd,
+    "SGD, twice the epochs": lambda sgd, _: replace(sgd, epochs=2 * sgd.epochs),
+    "SAM": lambda sgd, rho: replace(sgd, optim=replace(sgd.optim, rho=rho)),
+}
+"""What each method makes of SGD's experiment and the tuned rho. Those without SAM are baselines."""
+SHARPNESS = Measurement(kind="sharpness", settings=(("rho", 0.05), ("m", BATCH_SIZE)))
+CURVATURE = Measurement(kind="spectrum", settings=(("num_eigenvalues", 1), ("steps", 2), ("probes", 1)))
+SPECTRUM = Measurement(kind="spectrum", settings=(("num_eigenvalues", 1), ("steps", 40), ("probes", 2)))
+LANDSCAPE = Measurement(kind="landscape", settings=(("span", 1.0), ("points", 15)))
+ABOUT = (
+    "A small network trained with SGD, with SGD for twice as many epochs (SAM computes two gradients per step), and "
+    "with SAM; with clean labels, and with 40 % of the training labels replaced by another class. Three seeds each; "
+    "test errors on 500 other digits with clean labels."
+)
+NOTES = (
+    "m-sharpness: how far the training loss rises within rho = 0.05 on subsets of 64 examples. lambda_max: the largest "
+    "eigenvalue of the Hessian of the training loss. Both are measured at the final weights, on the training set with "
+    "the labels that were trained on.",
+    "A network that has fitted all its labels, noisy ones included, also has a flat neighborhood: check its training "
+    "error.",
+    "Data: Optical Recognition of Handwritten Digits, E. Alpaydin and C. Kaynak, UCI Machine Learning Repository "
+    "(CC BY 4.0).",
+)
+ByMethod = Mapping[str, Sequence[Outcome]]
+Rows = list[list[str | Cell | Comparison]]
 
 
 def demo_experiment(
     *, network: str, lr: float, rho: float, noise: float, epochs: int = EPOCHS, seed: int = 0
 ) -> Experiment:
-    """Return an experiment of the demonstration or of the sweep that chose its settings.
+    """Return an experiment of the demo or of the sweep that tuned its settings.
 
-    The subset, the validation split and the label noise belong to the seed, so that the seeds are independent replicas.
+    The subset, the validation split and the label noise depend on the seed, so that the seeds are independent replicas.
     """
     return Experiment(
         name="demo",
@@ -74,79 +83,154 @@ def demo_settings() -> dict[str, Any]:
 
 
 def demo_experiments(seed: int) -> dict[tuple[float, str], Experiment]:
-    """Return the six experiments of a seed, by noise rate and method."""
+    """Return the experiments of a seed, by noise rate and method."""
     chosen = demo_settings()["chosen"]
     found = {}
     for noise in NOISE_RATES:
-        common = {"network": chosen["network"], "lr": chosen["lr"], "noise": noise, "seed": seed}
-        sgd = demo_experiment(rho=0.0, **common)
-        found[noise, "SGD"] = sgd
-        found[noise, "SGD, twice the epochs"] = replace(sgd, epochs=2 * EPOCHS)
-        found[noise, "SAM"] = demo_experiment(rho=chosen["rho"][str(noise)], **common)
+        sgd = demo_experiment(network=chosen["network"], lr=chosen["lr"], rho=0.0, noise=noise, seed=seed)
+        for method, change in METHODS.items():
+            label = f"{method}, {_labels(noise)}, seed {seed}"
+            found[noise, method] = replace(change(sgd, chosen["rho"][str(noise)]), name=label)
     return found
 
 
-def run_one(noise: float, method: str, experiment: Experiment, seed: int, runs: Path) -> DemoRun:
-    """Train one network and measure it on its training set: m-sharpness with m = 1 batch, and lambda_max."""
-    from flatmin.lab.training.trained_model import load_trained
-    from flatmin.measures import HessianOperator, m_sharpness, top_eigenvalues
-
-    torch.set_num_threads(1)
-    result = train(experiment, seed=seed, runs=runs)
-    cache = result.directory / "demo_measures.json"
-    if not cache.exists():
-        trained = load_trained(result.directory)
-        data = trained.training_batches()
-        sharpness = m_sharpness(trained.network, F.cross_entropy, data, rho=0.05, m=BATCH_SIZE).mean
-        top = top_eigenvalues(HessianOperator(trained.network, F.cross_entropy, data), 1, tol=1e-2)
-        cache.write_text(json.dumps({"m_sharpness": sharpness, "lambda_max": float(top.values[0])}))
-    measured = json.loads(cache.read_text())
-    return DemoRun(noise=noise, method=method, result=result, **measured)
-
-
-def summarize(runs: Iterable[DemoRun]) -> list[Row]:
-    """Return a row for each noise rate and method."""
-    rows = []
-    runs = list(runs)
-    for noise in NOISE_RATES:
-        for method in METHODS:
-            group = sorted((r for r in runs if (r.noise, r.method) == (noise, method)), key=lambda r: r.result.seed)
-            rows.append(
-                Row(
-                    noise=noise,
-                    method=method,
-                    test_error=mean_and_interval([100 * float(r.result.metrics["test_error"] or 0) for r in group]),
-                    train_error=mean_and_interval([100 * float(r.result.metrics["train_error"] or 0) for r in group]),
-                    m_sharpness=mean_and_interval([r.m_sharpness for r in group]),
-                    lambda_max=mean_and_interval([r.lambda_max for r in group]),
-                    runs=group,
-                )
-            )
-    return rows
+def demo(runner: Runner) -> Findings:
+    """Train and measure all networks, and return what they show."""
+    recorder = RecordingRunner(runner)
+    by_seed = {seed: demo_experiments(seed) for seed in SEEDS}
+    jobs = {
+        f"{noise} {method}": [_job(by_seed[seed][noise, method], seed) for seed in SEEDS]
+        for noise in NOISE_RATES
+        for method in METHODS
+    }
+    outcomes = recorder.replicas(jobs, "SGD and SAM on 500 digits")
+    found = {noise: {method: outcomes[f"{noise} {method}"] for method in METHODS} for noise in NOISE_RATES}
+    settings = demo_settings()
+    return Findings(
+        item="demo",
+        scale="",
+        title="SGD and SAM, with clean and with noisy labels",
+        source="flatmin demo",
+        about_scale=ABOUT,
+        tables=[_results(found), _tuning(settings)],
+        figures=[figure for noise in NOISE_RATES for figure in _figures(found[noise], noise)],
+        verdicts=[verdict for noise in NOISE_RATES for verdict in _verdicts(found[noise], noise)],
+        hyperparameters=[
+            Hyperparameter(name="network", value=settings["chosen"]["network"], source="validation"),
+            Hyperparameter(name="learning rate", value=settings["chosen"]["lr"], source="validation"),
+            *(
+                Hyperparameter(name=f"rho, {_labels(float(noise))}", value=rho, source="validation")
+                for noise, rho in settings["chosen"]["rho"].items()
+            ),
+        ],
+        notes=[*NOTES, *recorder.notes],
+        runs=recorder.runs,
+        num_missing=recorder.num_missing,
+    )
 
 
-def best_baseline(rows: list[Row], noise: float) -> Row:
-    """Return the better of the two baselines, by mean test error, as the paper reports it (Section 3.1)."""
-    return min((r for r in rows if r.noise == noise and r.method != "SAM"), key=lambda row: row.test_error.mean)
+def verdict(noise: float, contrast: Contrast) -> Verdict:
+    """Say in one sentence what SAM did to the test error, and no more than the seeds can show."""
+    sam, sgd = contrast.lower_name, contrast.higher_name
+    claim = f"With {_labels(noise)}, {sam} has a lower test error than {sgd}."
+    judged = Family([contrast]).judge(claim, [contrast])
+    if len(contrast.differences) < contrast.num_asked:
+        return judged
+    change = f"{mean(contrast.higher.values()):.1f} % ({sgd}) and {mean(contrast.lower.values()):.1f} % ({sam})"
+    test = f"paired t-test over {len(contrast.differences)} seeds, {p_text(contrast.p_value)}"
+    if judged.status == "not tested":
+        said = f"the test errors are {change}: the same difference for all seeds, so no test is possible."
+    elif contrast.p_value >= SIGNIFICANT:
+        said = f"the test errors are {change}: no significant difference ({test})."
+    else:
+        direction = "lower" if judged.status == "reproduced" else "higher"
+        said = f"the test error of {sam} is {direction}: {change} ({test})."
+    return replace(judged, evidence=f"With {_labels(noise)}, {said}")
 
 
-def verdict(rows: list[Row], noise: float) -> str:
-    """Say in one sentence what SAM did under a condition, and no more than the seeds can show."""
-    sgd, sam = best_baseline(rows, noise), next(r for r in rows if (r.noise, r.method) == (noise, "SAM"))
+def _job(experiment: Experiment, seed: int) -> Job:
+    drawn = seed == SEEDS[0] and experiment.epochs == EPOCHS
+    return Job(
+        experiment=experiment, seed=seed, measurements=(SHARPNESS, CURVATURE, *((SPECTRUM, LANDSCAPE) if drawn else ()))
+    )
 
-    def errors(row: Row) -> list[float]:
-        return [float(r.result.metrics["test_error"] or 0) for r in row.runs]
 
-    p_value = paired_p_value(errors(sgd), errors(sam))
-    condition = f"With {noise:.0%} wrong labels" if noise else "With clean labels"
-    change = f"{sgd.test_error.mean:.1f} % ({sgd.method}) and {sam.test_error.mean:.1f} % (SAM)"
-    if math.isnan(p_value):
-        return f"{condition} the test errors are {change}: the same difference for all seeds, which no test can judge."
-    if p_value >= SIGNIFICANT:
-        return (
-            f"{condition} the test errors are {change}: no difference that {len(SEEDS)} seeds can show "
-            f"(paired t-test, p = {p_value:.2f})."
-        )
-    direction = "lower" if sam.test_error.mean < sgd.test_error.mean else "higher"
-    evidence = f"paired t-test over {len(SEEDS)} seeds, p = {p_value:.3f}"
-    return f"{condition} SAM's test error is {direction}: {change} ({evidence})."
+def _labels(noise: float) -> str:
+    return f"{noise:.0%} noisy labels".replace("%", " %") if noise else "clean labels"
+
+
+def _errors(outcomes: Sequence[Outcome]) -> dict[int, float]:
+    return metric_by_seed(outcomes, "test_error")
+
+
+def _verdicts(found: ByMethod, noise: float) -> list[Verdict]:
+    """Compare every method that has SAM with the better baseline, as the paper does (Section 3.1)."""
+    baselines = {m: o for m, o in found.items() if o[0].job.experiment.optim.rho == 0}
+    known = [m for m in baselines if _errors(baselines[m])] or list(baselines)
+    best = min(known, key=lambda method: mean(_errors(baselines[method]).values()))
+    return [
+        verdict(noise, contrast_between("test error", (method, outcomes), (best, baselines[best]), _errors))
+        for method, outcomes in found.items()
+        if method not in baselines
+    ]
+
+
+def _results(found: Mapping[float, ByMethod]) -> Table:
+    rows: Rows = [
+        [
+            f"{noise:.0%}",
+            method,
+            number_cell(_errors(outcomes), outcomes),
+            number_cell(metric_by_seed(outcomes, "train_error"), outcomes),
+            number_cell(measured_by_seed(outcomes, SHARPNESS, lambda f: f["m_sharpness"]), outcomes, unit=""),
+            number_cell(measured_by_seed(outcomes, CURVATURE, lambda f: f["lambda_max"]), outcomes, unit=""),
+        ]
+        for noise, by_method in found.items()
+        for method, outcomes in by_method.items()
+    ]
+    columns = ("noisy labels", "method", "test error", "train error", "m-sharpness", "lambda_max")
+    return Table(title=f"Mean over {len(SEEDS)} seeds with 95 % confidence intervals", columns=columns, rows=rows)
+
+
+def _tuning(settings: dict[str, Any]) -> Table:
+    rows: Rows = [
+        [
+            f"{line['noise']:.0%}",
+            line["network"],
+            f"{line['lr']:g}",
+            f"{line['rho']:g}",
+            Cell(measured=Interval(**line["valid_error"])),
+        ]
+        for line in settings["sweep"]
+    ]
+    return Table(
+        title="How network, learning rate and rho were chosen",
+        columns=("noisy labels", "network", "learning rate", "rho", "validation error"),
+        rows=rows,
+        note="On held-out validation digits, with other seeds; the test set was not used. First network and learning "
+        "rate for SGD, then rho for SAM, for each noise rate.",
+    )
+
+
+def _figures(found: ByMethod, noise: float) -> list[Any]:
+    first = {method: outcomes[0] for method, outcomes in found.items()}
+    labels = _labels(noise)
+    series = [
+        curve
+        for method, outcomes in found.items()
+        for curve in along_training(method, outcomes, lambda line: line.get("test_error"))
+    ]
+    curves = LineFigure(
+        title=f"Test error over training, {labels}",
+        x_label="epoch",
+        y_label="test error, %",
+        series=[replace(curve, half_width=None) for curve in series],
+        note=f"Mean over {len(SEEDS)} seeds.",
+        runs=run_names(outcome for outcomes in found.values() for outcome in outcomes),
+    )
+    drawn = {method: o for method, o in first.items() if LANDSCAPE in o.job.measurements}
+    return [
+        curves,
+        *density_figures(drawn, SPECTRUM, f"Spectrum of the Hessian, {labels}, seed {SEEDS[0]}"),
+        *landscape_figures(drawn, LANDSCAPE, f"Training loss around the weights, {labels}, seed {SEEDS[0]}"),
+    ]

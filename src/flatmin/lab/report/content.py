@@ -77,8 +77,9 @@ def about_runs(findings: Sequence[Findings], records: dict[str, RunRecord]) -> s
     """Return what the report covers, in numbers."""
     states = Counter(record.state for record in records.values())
     total = sum(record.time_seconds for record in records.values())
-    scales = ", ".join(dict.fromkeys(one.scale for one in findings))
-    text = f"{plural(len(findings), 'item')} at scale {scales}, from {plural(states['finished'], 'finished run')}"
+    scales = ", ".join(dict.fromkeys(one.scale for one in findings if one.scale))
+    items = f"{plural(len(findings), 'item')} at scale {scales}, from " if scales else ""
+    text = f"{items}{plural(states['finished'], 'finished run')}"
     if total:
         text += f" ({time_text(total)} of training)"
     entries = [entry for one in findings for table in one.tables for row in table.rows for entry in row]

@@ -6,8 +6,6 @@ from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 
-import numpy as np
-
 from flatmin.lab.foret2021.claims.figures import HESSIAN as CLAIMS
 from flatmin.lab.foret2021.claims.figures import CurvatureCell
 from flatmin.lab.foret2021.figure_settings import (
@@ -36,9 +34,9 @@ from flatmin.lab.studies.contrasts import (
 )
 from flatmin.lab.studies.findings import Cell, Comparison, Findings, LineFigure, Series, Table, own_settings
 from flatmin.lab.studies.item import Scale
-from flatmin.lab.sweeps.jobs import Job, Measurement, MeasurementResult, Outcome
+from flatmin.lab.studies.measured_figures import density_figures
+from flatmin.lab.sweeps.jobs import Job, Measurement, Outcome
 from flatmin.lab.sweeps.runners import RecordingRunner, Runner
-from flatmin.measures.spectrum import SpectralDensity
 
 METHODS = ("SGD", "SAM")
 AT_EPOCHS: dict[Scale, tuple[int, ...]] = {
@@ -52,9 +50,6 @@ LAPTOP_BATCH_SIZE = 32
 RATIO = "lambda_1_over_lambda_5"
 QUANTITIES = {"lambda_max": "lambda_max", "lambda_max/lambda_5": RATIO}
 """By the claims' name: what the spectra call it."""
-NUM_DENSITY_POINTS = 201
-DENSITY_FLOOR = 1e-6
-"""The density is drawn on a logarithmic scale; below this it is nothing."""
 
 
 def hessian(scale: Scale, runner: Runner) -> Findings:
@@ -226,36 +221,12 @@ def _lambda_figures(found: dict[str, list[Outcome]], spectra: dict[int, Measurem
 
 def _density_figures(found: dict[str, list[Outcome]], spectra: dict[int, Measurement]) -> list[LineFigure]:
     """One figure for each epoch, with both methods on one axis."""
-    figures = []
+    figures: list[LineFigure] = []
     for epoch, measurement in spectra.items():
-        facts = {m: o[0].measured[measurement] for m, o in found.items() if o and measurement in o[0].measured}
-        if not facts:
-            continue
-        nodes = np.concatenate([f["nodes"] for f in facts.values()])
-        low, high = float(nodes.min()), float(nodes.max())
-        sigma = max(0.01 * (high - low), 1e-9)
-        grid = np.linspace(low - 3 * sigma, high + 3 * sigma, NUM_DENSITY_POINTS)
-        figures.append(
-            LineFigure(
-                title=f"Spectrum of the Hessian after epoch {epoch}, first replica of each",
-                x_label="eigenvalue",
-                y_label="density",
-                series=[
-                    Series(name=method, x=grid.tolist(), y=_density(f, grid, sigma), mode="lines")
-                    for method, f in facts.items()
-                ],
-                log_y=True,
-                note=f"Stochastic Lanczos quadrature, smoothed with a Gaussian of width {sigma:.2g}. Where a curve is "
-                f"at {DENSITY_FLOOR:g} there is nothing.",
-                runs=run_names(outcomes[0] for outcomes in found.values() if outcomes),
-            )
-        )
+        first = {method: outcomes[0] for method, outcomes in found.items() if outcomes}
+        title = f"Spectrum of the Hessian after epoch {epoch}, first replica of each"
+        figures += density_figures(first, measurement, title)
     return figures
-
-
-def _density(facts: MeasurementResult, grid: np.ndarray, sigma: float) -> list[float]:
-    density = SpectralDensity(np.asarray(facts["nodes"]), np.asarray(facts["weights"])).density(grid, sigma)
-    return [max(float(value), DENSITY_FLOOR) for value in density]
 
 
 def _not_converged(found: dict[str, list[Outcome]]) -> list[str]:

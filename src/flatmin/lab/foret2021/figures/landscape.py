@@ -1,10 +1,8 @@
 """Figure 1, middle and right: the loss around the minima that SGD and SAM find (Section 1)."""
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -21,10 +19,10 @@ from flatmin.lab.studies.contrasts import (
     measured_by_seed,
     metric_by_seed,
     number_cell,
-    run_names,
 )
-from flatmin.lab.studies.findings import Cell, Comparison, Findings, Surface, SurfaceFigure, Table, own_settings
+from flatmin.lab.studies.findings import Cell, Comparison, Findings, Table, own_settings
 from flatmin.lab.studies.item import Scale
+from flatmin.lab.studies.measured_figures import landscape_figures
 from flatmin.lab.sweeps.jobs import Job, Measurement, MeasurementResult, Outcome
 from flatmin.lab.sweeps.runners import RecordingRunner, Runner
 
@@ -32,8 +30,6 @@ RADIUS = 0.5
 """How far from the weights the rise of the loss is judged, in units of the weights: directions are as long as they are.
 Nearer than the figure's edge, where the loss of a network without residual connections says little of the minimum."""
 SPAN = 1.0
-LOWEST_HEIGHT = 1e-6
-"""Losses are drawn on a logarithmic scale, which has no 0."""
 NETWORK: dict[Scale, str] = {"paper": LANDSCAPES.model, "laptop": "resnet-20-noshort", "smoke": "resnet-20-noshort"}
 # The number of points in each direction, and of training images: a fine grid to look at, of one replica, and a coarse
 # one for the numbers, of each.
@@ -72,7 +68,11 @@ def landscape(scale: Scale, runner: Runner) -> Findings:
         claims=claims,
         recorder=recorder,
         tables=[_table(found, numbers, family.comparison(rise))],
-        figures=_surfaces(found, picture),
+        figures=landscape_figures(
+            {method: outcomes[0] for method, outcomes in found.items() if outcomes},
+            picture,
+            "The loss around the weights, first replica of each",
+        ),
         verdicts=[family.judge(claims.statements[0].claim, [rise])],
         hyperparameters=HYPERPARAMETERS["landscapes"]
         if scale == "paper"
@@ -128,29 +128,6 @@ def _table(found: dict[str, list[Outcome]], numbers: Measurement, compared: Comp
     ]
     rows[0][-1] = compared
     return Table(title="How fast the loss rises around the weights", columns=["", "SGD", "SAM", "SAM - SGD"], rows=rows)
-
-
-def _surfaces(found: dict[str, list[Outcome]], picture: Measurement) -> list[SurfaceFigure]:
-    shown = {name: o[0] for name, o in found.items() if o and picture in o[0].measured}
-    if not shown:
-        return []
-    return [
-        SurfaceFigure(
-            title="The loss around the weights, first replica of each",
-            height_label="training loss",
-            surfaces=[_surface(name, outcome.measured[picture]) for name, outcome in shown.items()],
-            log_height=True,
-            note="The same directions for both, scaled to the filters of each network.",
-            runs=run_names(shown.values()),
-        )
-    ]
-
-
-def _surface(name: str, facts: dict[str, Any]) -> Surface:
-    height = [
-        [max(value, LOWEST_HEIGHT) if math.isfinite(value) else math.nan for value in row] for row in facts["loss"]
-    ]
-    return Surface(name=name, coordinates=facts["coordinates"], height=height)
 
 
 def _center(facts: MeasurementResult) -> float:
