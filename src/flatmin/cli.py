@@ -1,10 +1,12 @@
 """The command ``flatmin``: demo, train, reproduce, report, list, show, measure.
 
-Exit codes: 0 done; 1 a fault of flatmin; 2 a wrong command, setting, network or run; 3 data missing or damaged; 4
-nothing can be written; 5 the loss diverged; 128 + n stopped by signal n (130 Ctrl-C, 143 SIGTERM), everything saved.
+Exit codes: 0 done; 1 internal error; 2 wrong command, setting, model or run, or out of memory; 3 data missing or
+corrupt; 4 writing failed; 5 the loss diverged; 128 + n stopped by signal n (130 Ctrl-C, 143 SIGTERM).
 """
 
+import errno
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
@@ -13,22 +15,15 @@ from typing import Any
 try:
     import tyro
     from rich.console import Console
+    from rich.text import Text
 except ImportError as missing:  # pragma: no cover (the tests have them)
     sys.exit(f"flatmin's command line needs the extra `lab` ({missing.name} is missing): pip install 'flatmin[lab]'")
 
-from flatmin.lab.commands.demo import Demo
-from flatmin.lab.commands.list import List
-from flatmin.lab.commands.measure import Measure
-from flatmin.lab.commands.report import Report
-from flatmin.lab.commands.reproduce import Reproduce
-from flatmin.lab.commands.show import Show
-from flatmin.lab.commands.train import Train
 from flatmin.lab.errors import DataError, DivergedError, InterruptedRun, ModelError, RunError, SpecError, StorageError
 
-DESCRIPTION = "Sharpness-Aware Minimization: train networks to flat minima, and measure how flat they are."
+DESCRIPTION = "Sharpness-Aware Minimization: train models to flat minima, and measure how flat they are."
 
-
-EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (
+EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
     (SpecError, 2),
     (ModelError, 2),
     (RunError, 2),
@@ -36,49 +31,109 @@ EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (
     (StorageError, 4),
     (DivergedError, 5),
 )
-
-
-COMMANDS: dict[str, Any] = {
-    "demo": Demo,
-    "train": Train,
-    "reproduce": Reproduce,
-    "report": Report,
-    "list": List,
-    "show": Show,
-    "measure": Measure,
-}
+OUT_OF_MEMORY = "Use a smaller data.batch_size, data.image_size or model (measure: --num-examples)."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    console = Console(soft_wrap=not sys.stdout.isatty())
-    errors = Console(stderr=True, soft_wrap=True, highlight=False)
-    warnings.showwarning = lambda message, *_: errors.print(f"[yellow]warning:[/yellow] {message}")
+    _replace_closed_streams()
+    # Paths and messages are never markup: `pip install 'flatmin[ray]'`.
+    console = _Console(soft_wrap=not sys.stdout.isatty(), markup=False, emoji=False)
+    errors = Console(stderr=True, soft_wrap=True, highlight=False, markup=False, emoji=False)
+
+    def say(kind: str, style: str, message: object) -> None:
+        errors.print(Text.assemble((f"{kind}:", style), f" {message}"))
+
+    warnings.showwarning = lambda message, *_: say("warning", "yellow", message)
     try:
-        markers = (tyro.conf.OmitArgPrefixes,) if arguments[:1] == ["measure"] else ()
-        command = tyro.extras.subcommand_cli_from_dict(
-            COMMANDS, prog="flatmin", description=DESCRIPTION, args=arguments, config=markers
-        )
-        command.run(console)
+        _run(arguments, console)
+        sys.stdout.flush()
+        return 0
     except InterruptedRun as stopped:
         if not _main_process_prints(stopped):
-            errors.print(f"[yellow]stopped:[/yellow] {stopped}")
+            say("stopped", "yellow", stopped)
         return 128 + stopped.signal_number
-    except tuple(kind for kind, _ in EXIT_CODES) as mistake:
-        if not _main_process_prints(mistake):
-            errors.print(f"[red]error:[/red] {mistake}")
-        return next(code for kind, code in EXIT_CODES if isinstance(mistake, kind))
+    except KeyboardInterrupt:
+        say("stopped", "yellow", "Stopped by Ctrl-C.")
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        _discard_output()
+        return 128 + 13  # SIGPIPE, as for other commands whose output is closed
     except Exception as error:
+        code, message = _explain(error)
         if _main_process_prints(error):
-            return 1
-        raise
-    return 0
+            return code
+        if code == 1:
+            raise
+        if code == 4:
+            _discard_output()
+        say("error", "red", message)
+        return code
+
+
+def _run(arguments: Sequence[str], console: Console) -> None:
+    # Not at the top: a Ctrl-C while they are imported is one like any other.
+    from flatmin.lab.commands.demo import Demo
+    from flatmin.lab.commands.list import List
+    from flatmin.lab.commands.measure import Measure
+    from flatmin.lab.commands.report import Report
+    from flatmin.lab.commands.reproduce import Reproduce
+    from flatmin.lab.commands.show import Show
+    from flatmin.lab.commands.train import Train
+
+    commands: dict[str, Any] = {
+        "demo": Demo,
+        "train": Train,
+        "reproduce": Reproduce,
+        "report": Report,
+        "list": List,
+        "show": Show,
+        "measure": Measure,
+    }
+    markers = (tyro.conf.OmitArgPrefixes,) if arguments[:1] == ["measure"] else ()
+    command = tyro.extras.subcommand_cli_from_dict(
+        commands, prog="flatmin", description=DESCRIPTION, args=arguments, config=markers
+    )
+    command.run(console)
+
+
+def _explain(error: Exception) -> tuple[int, str]:
+    """Return the exit code of an error and what to print; 1 for an internal error."""
+    known = next((code for kind, code in EXIT_CODES if isinstance(error, kind)), None)
+    if known is not None:
+        return known, str(error)
+    text = str(error)
+    if isinstance(error, MemoryError) or "out of memory" in text or "can't allocate memory" in text:
+        return 2, f"Out of memory ({text.splitlines()[0] if text else type(error).__name__}). {OUT_OF_MEMORY}"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EBADF, errno.EIO):
+        return 4, f"The output cannot be written: {error}."
+    return 1, text
 
 
 def _main_process_prints(error: Exception) -> bool:
     """Return whether another worker, the main process, prints this error for all."""
     return os.environ.get("RANK", "0") != "0" and getattr(error, "is_on_all_workers", False)
+
+
+def _replace_closed_streams() -> None:
+    """Write to nowhere if standard output or standard error was closed (``>&-``)."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  (until the process ends)
+
+
+def _discard_output() -> None:
+    """Let what could not be written go nowhere, or Python complains about it when it exits."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ from flatmin.lab.runs.checkpoint import checkpoints, latest_checkpoint, read_sta
 from flatmin.lab.runs.directory import last_metrics, read_result, run_directories
 from flatmin.lab.runs.json_files import read_json, write_json
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
+from flatmin.lab.sweeps.jobs import Job, Measurement, read_outcome
+from flatmin.lab.sweeps.measurements import measure_run
 from flatmin.lab.training.engine import train
 from flatmin.lab.training.trained_model import load_trained
 
@@ -396,6 +398,22 @@ def test_predicted_labels_that_were_changed_are_not_trained_on(change, checksum,
     with pytest.raises(RunError, match=r"predicted_labels\.json is missing"):
         load_trained(run)
     assert train(relabeled.experiment, runs=run.parent).history == relabeled.history
+
+
+# Measurements
+
+
+def test_a_measurement_with_one_digit_changed_is_not_reported(copy):
+    measurement = Measurement(kind="bound", settings=(("num_examples", 5),))
+    measure_run(copy, [measurement])
+    job = Job(experiment=SMALL, measurements=(measurement,))
+    before = read_outcome(job, copy.parent).measured[measurement]
+    file = copy / "measures" / measurement.file_name()
+    text = file.read_text()
+    assert f'"total": {before["total"]}' in text
+    file.write_text(text.replace(f'"total": {before["total"]}', f'"total": {before["total"] + 1}'))
+    with pytest.raises(CorruptFileError, match="its checksum differs.*Delete it and measure again"):
+        read_outcome(job, copy.parent)
 
 
 # Settings

@@ -266,13 +266,13 @@ def test_nothing_can_be_written_is_said_before_training(tmp_path, monkeypatch):
 
 def test_events_that_cannot_be_written_stop_cleanly_and_the_run_goes_on_later(tmp_path, monkeypatch):
     whole = train(small(), runs=tmp_path / "whole")
-    from torch.utils.tensorboard import SummaryWriter
+    from tensorboard.summary.writer.record_writer import RecordWriter
 
     def full(self):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(SummaryWriter, "flush", full)
+        patch.setattr(RecordWriter, "flush", full)
         with pytest.raises(StorageError, match="tensorboard cannot be written to.*No space left"):
             train(small(), runs=tmp_path / "full", checkpoint_seconds=0)
     assert_bit_identical(whole, train(small(), runs=tmp_path / "full"))

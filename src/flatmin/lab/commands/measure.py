@@ -85,7 +85,7 @@ class MeasureCommand:
     def _shown_to_be_working(self, path: Path) -> Any:
         if self.kind == "landscape":  # it writes how far it is itself
             return nullcontext()
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
         bar = Progress(*columns, console=Console(stderr=True), transient=True)
         bar.add_task(f"{self.kind} of {path.name}", total=None)
         return bar

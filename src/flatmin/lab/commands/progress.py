@@ -1,4 +1,4 @@
-"""How a run is shown: a bar for people, JSON lines for scripts."""
+"""How progress is shown: a bar, or JSON lines for scripts."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ from flatmin.lab.runs.directory import Metrics
 from flatmin.lab.spec.fields import finite
 from flatmin.lab.training.steps import StepMetrics
 
-REFRESH_SECONDS = 0.25  # reading a loss waits for the device: not at every step
+REFRESH_SECONDS = 0.25  # reading a loss synchronizes with the device: not at every step
 
 
 class BarCallback:
@@ -22,11 +22,11 @@ class BarCallback:
     def __init__(self, console: Console) -> None:
         self.console = console
         self.bar = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[state]}"),
+            TextColumn("{task.fields[state]}", markup=False),
             console=console,
         )
         self.task = self.bar.add_task("training", total=None, state="")
@@ -39,8 +39,8 @@ class BarCallback:
         self.bar.stop()
 
     def on_start(self, directory: Path, num_steps: int, step: int) -> None:
-        """Say where the run is, and where it goes on."""
-        self.console.print(f"[bold]{directory}[/bold]" + (f" goes on at step {step}" if step else ""))
+        """Print the run's directory and the step it resumes at."""
+        self.console.print(f"{directory}" + (f" resumes at step {step}" if step else ""), style="bold")
         self.bar.start()
         self.bar.update(self.task, total=num_steps, completed=step)
 
@@ -64,7 +64,7 @@ class BarCallback:
 
 
 class JsonCallback:
-    """One JSON object a line on standard output, with the key ``event``: start, epoch (result comes at the end)."""
+    """One JSON object per line on standard output; ``event`` is start or epoch (result comes at the end)."""
 
     def on_start(self, directory: Path, num_steps: int, step: int) -> None:
         """Write where the run is."""

@@ -76,7 +76,7 @@ class Reproduce:
         ) as sweeper:
             runner: Runner = FilteredRunner(sweeper, archive, self.only) if self.only else sweeper
             for item in (item for item in chosen if item.name not in skipped):
-                console.print(f"[bold]{item.source}: {item.title}[/bold] ({item.name}, {self.scale})")
+                console.print(f"{item.source}: {item.title} ({item.name}, {self.scale})", style="bold")
                 try:
                     findings = item.study(self.scale, runner)
                 except (DataError, ModelError) as error:  # found, but damaged: the other items may not need it

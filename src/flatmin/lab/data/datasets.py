@@ -243,7 +243,7 @@ def _class_folders(folder: Path) -> tuple[Listing, Listing]:
     for split in ("train", "test"):
         try:
             parts.append(ImageFolder(folder / split, loader=_path_itself))
-        except FileNotFoundError as error:
+        except OSError as error:
             raise DataError(
                 f"folder:{folder} needs {folder}/train/CLASS/ and {folder}/test/CLASS/ with images: {error}"
             ) from error

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor
 
 from flatmin.lab.data.augment import Draw
@@ -95,7 +95,7 @@ class FileImages:
         try:
             with Image.open(path) as file:
                 image = file.convert("RGB")
-        except (OSError, UnidentifiedImageError, SyntaxError, Image.DecompressionBombError) as error:
+        except Exception as error:  # Pillow's decoders raise errors of many types over broken files
             raise DataError(
                 f"{path} cannot be read as an image: {error}. It is damaged or incomplete: fetch it again, "
                 "or remove it from the dataset. Nothing was trained on it."

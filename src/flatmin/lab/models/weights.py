@@ -1,12 +1,10 @@
 """Puts the weights of a local file into a network; only plain tensors are ever unpickled."""
 
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -75,17 +73,26 @@ def read_weights(path: str) -> dict[str, Tensor]:
             content: Any = load_file(path)
         else:
             content = torch.load(path, map_location="cpu", weights_only=True)
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+    except Exception as error:  # torch raises errors of many types over bytes that are not its own
+        why = (str(error) or type(error).__name__).splitlines()[0]
         raise ModelError(
-            f"model.checkpoint: {path} cannot be read ({str(error).splitlines()[0]}). It is damaged, or "
+            f"model.checkpoint: {path} cannot be read ({why}). It is corrupt, or "
             "holds more than tensors: pickled objects are never loaded. Save a state_dict, or use safetensors."
         ) from error
     for wrapper in WRAPPERS:
         if isinstance(content, Mapping) and isinstance(content.get(wrapper), Mapping):
             content = content[wrapper]
-    if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
-        raise ModelError(f"model.checkpoint: {path} holds no mapping of names to tensors.")
+    if not isinstance(content, Mapping) or not all(
+        isinstance(name, str) and _is_plain(value) for name, value in content.items()
+    ):
+        raise ModelError(
+            f"model.checkpoint: {path} is no mapping of names to tensors (dense, not quantized, not on `meta`)."
+        )
     return {_without_prefixes(name): tensor for name, tensor in content.items()}
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided and not (value.is_quantized or value.is_meta)
 
 
 def _without_prefixes(name: str) -> str:

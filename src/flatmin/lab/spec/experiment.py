@@ -73,10 +73,15 @@ class Data:
         require(
             self, "augment", not crops, f"another one: imagenet crops photographs, and {self.name} has small images"
         )
-        require(self, "mixup", self.mixup >= 0, "at least 0 (0 is without Mixup)")
+        require(self, "mixup", 0 <= self.mixup <= 1e6, "at least 0 (0 is without Mixup) and at most 1e6")
         require(self, "cutout_size", self.cutout_size >= 1, "at least 1 pixel")
         require(self, "batch_size", self.batch_size >= 1, "at least 1")
-        require(self, "image_size", self.image_size is None or self.image_size >= 8, "at least 8 pixels, or None")
+        require(
+            self,
+            "image_size",
+            self.image_size is None or 8 <= self.image_size <= 8192,
+            "at least 8 and at most 8192",
+        )
         padded = self.crop_padding is None or (self.crop_padding >= 0 and not dataset_info(self.name).in_memory)
         require(self, "crop_padding", padded, f"at least 0 and only for photographs; {self.name} has small images")
         require(self, "train_size", self.train_size is None or self.train_size >= 1, "at least 1, or None for all")
@@ -204,11 +209,11 @@ class Optim:
     def __post_init__(self) -> None:
         """Check every field."""
         conform(self)
-        require(self, "lr", self.lr > 0 and math.isfinite(self.lr), "positive")
+        require(self, "lr", 0 < self.lr <= 1e30, "positive and at most 1e30")
         require(self, "momentum", 0 <= self.momentum < 1, "in [0, 1)")
         if self.name == "sgd":
             require(self, "nesterov", not self.nesterov or self.momentum > 0, "false where momentum is 0")
-        require(self, "weight_decay", self.weight_decay >= 0, "at least 0")
+        require(self, "weight_decay", 0 <= self.weight_decay <= 1e6, "at least 0 and at most 1e6")
         require(self, "warmup_epochs", self.warmup_epochs >= 0, "at least 0")
         require(self, "label_smoothing", 0 <= self.label_smoothing < 1, "in [0, 1)")
         require(self, "clip_norm", self.clip_norm is None or self.clip_norm > 0, "positive, or None")
@@ -217,7 +222,13 @@ class Optim:
                 check(getattr(self, name))
             except ValueError as error:
                 raise SpecError(f"optim.{name}: {error}") from None
-        require(self, "adaptive", self.adaptive is None or self.adaptive >= 0, "at least 0, or None for plain SAM")
+        require(self, "rho", self.rho <= 1e30, "at most 1e30")
+        require(
+            self,
+            "adaptive",
+            self.adaptive is None or 0 <= self.adaptive <= 1e6,
+            "at least 0 and at most 1e6, or None",
+        )
         require(self, "ascent_steps", self.ascent_steps >= 1, "at least 1")
         require(
             self,
@@ -286,7 +297,8 @@ class Experiment:
     def __post_init__(self) -> None:
         """Check every field."""
         conform(self)
-        require(self, "epochs", self.epochs >= 1, "at least 1")
+        require(self, "name", self.name.isprintable(), "printable text")
+        require(self, "epochs", 1 <= self.epochs <= 10**9, "at least 1 and at most 1e9")
         require(self, "evaluate_every", self.evaluate_every >= 1, "at least 1")
         require(self, "keep_every", self.keep_every is None or self.keep_every >= 1, "at least 1, or None")
         require(self, "stop_loss", self.stop_loss is None or self.stop_loss > 0, "positive, or None")

@@ -1,0 +1,199 @@
+"""The command line under faults: what is given is broken, memory or disk runs out, output is closed, Ctrl-C comes."""
+
+import io
+import os
+import sys
+import zlib
+
+import pytest
+import torch
+from PIL import Image
+
+from cli_cases import QUICK, in_an_empty_folder, run, trained_run
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path, monkeypatch):
+    in_an_empty_folder(tmp_path, monkeypatch)
+
+
+def sparse():
+    return {"conv1.weight": torch.eye(3).to_sparse()}
+
+
+def quantized():
+    return {"conv1.weight": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)}
+
+
+def saved(content):
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()
+
+
+WEIGHTS = {
+    "empty": lambda: b"",
+    "text": lambda: b"weights, more or less\n",
+    "truncated": lambda: saved({"a": torch.ones(1000)})[:2000],
+    "zip": lambda: b"PK\x03\x04" + bytes(100),
+    "integer keys": lambda: saved({0: torch.ones(3)}),
+    "sparse": lambda: saved(sparse()),
+    "quantized": lambda: saved(quantized()),
+    "meta": lambda: saved({"conv1.weight": torch.ones(3, device="meta")}),
+    "list": lambda: saved([torch.ones(3)]),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+@pytest.mark.parametrize("content", WEIGHTS.values(), ids=WEIGHTS)
+def test_a_weights_file_that_cannot_be_used_is_named(content, suffix, capsys, tmp_path):
+    (tmp_path / f"weights.{suffix}").write_bytes(content())
+    code, _, err = run(capsys, *QUICK, "--model.checkpoint", f"weights.{suffix}")
+    assert code == 2
+    assert f"model.checkpoint: weights.{suffix} " in err
+
+
+def png_bomb():
+    """Return a PNG whose text chunk is small in the file and large in memory."""
+    image = io.BytesIO()
+    Image.new("RGB", (16, 16)).save(image, "PNG")
+    data = image.getvalue()
+    text = b"zTXt" + b"Comment\0\0" + zlib.compress(bytes(2_000_000))
+    chunk = (len(text) - 4).to_bytes(4, "big") + text + zlib.crc32(text).to_bytes(4, "big")
+    return data[:33] + chunk + data[33:]
+
+
+IMAGES = {"bomb.png": png_bomb(), "malformed.ppm": b"P6\n16 x16\n255\n", "text.jpg": b"no image", "empty.bmp": b""}
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_an_image_that_cannot_be_decoded_is_named(name, capsys, tmp_path):
+    for split in ("train", "test"):
+        (tmp_path / "images" / split / "cat").mkdir(parents=True)
+        (tmp_path / "images" / split / "cat" / name).write_bytes(IMAGES[name])
+    code, _, err = run(capsys, "train", "--data.name", "folder:images", "--model.name", "cnn-4")
+    assert code == 3
+    assert f"{name} cannot be read as an image" in err
+
+
+@pytest.mark.parametrize("place", ["/etc/passwd", "file"])
+def test_a_file_in_place_of_a_directory_of_images_is_named(place, capsys, tmp_path):
+    (tmp_path / "file").write_text("x")
+    code, _, err = run(capsys, "train", "--data.name", f"folder:{place}")
+    assert code == 3
+    assert f"{place}/train/CLASS" in err
+
+
+SETTINGS = [
+    ("--optim.adaptive", "inf"),
+    ("--optim.lr", "1e308"),
+    ("--optim.rho", "1e308"),
+    ("--optim.weight-decay", "1e308"),
+    ("--data.mixup", "inf"),
+    ("--data.image-size", "999999999"),
+    ("--epochs", "9" * 400),
+    ("--checkpoint-seconds", "nan"),
+    ("--checkpoint-seconds", "-1"),
+    ("--name", "a\nb"),
+    ("--name", "\udcff"),
+]
+
+
+@pytest.mark.parametrize(("flag", "value"), SETTINGS)
+def test_a_setting_that_no_run_can_have_is_named(flag, value, capsys, tmp_path):
+    code, _, err = run(capsys, *QUICK, flag, value)
+    assert code == 2
+    name = flag.strip("-").rpartition(".")[2].replace("-", "_")
+    assert f"{name} must be" in err
+    assert not (tmp_path / "runs").exists()
+
+
+OTHERS = [("--optim.name", "adamw"), ("--optim.decay", "loss"), ("--optim.clip-norm", "1e308")]
+
+
+@pytest.mark.parametrize("settings", OTHERS)
+def test_the_largest_settings_diverge_or_train_but_never_crash(settings, capsys):
+    largest = ("--optim.lr", "1e30", "--optim.weight-decay", "1e6", "--optim.rho", "1e30", "--optim.adaptive", "1e6")
+    assert run(capsys, *QUICK, *largest, *settings)[0] in (0, 5)
+
+
+def test_what_is_not_ours_is_never_markup(capsys, tmp_path):
+    runs = "bar [/x] :smile: [bold]"
+    code, out, err = run(capsys, *QUICK, "--runs", runs)
+    assert code == 0, err
+    assert runs in out
+    assert runs in run(capsys, "list", "runs", "--runs", runs)[1]
+    name = next((tmp_path / runs).iterdir()).name
+    assert runs in run(capsys, "show", name, "--runs", runs)[1]
+    assert runs in run(capsys, "measure", "bound", name, "--runs", runs)[1]
+    assert "'[ray]' is neither" in run(capsys, "show", "[ray]", "--runs", runs)[2]
+
+
+ERRORS = {
+    "memory": (MemoryError("Unable to allocate 3 TiB"), 2, "Out of memory (Unable to allocate 3 TiB)"),
+    "torch": (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), 2, "a smaller data.batch_size"),
+    "Ctrl-C": (KeyboardInterrupt(), 130, "Stopped by Ctrl-C."),
+}
+
+
+@pytest.mark.parametrize(("error", "code", "message"), ERRORS.values(), ids=ERRORS)
+@pytest.mark.parametrize("command", [["list", "datasets"], ["measure", "bound", "x"]])
+def test_errors_from_outside_have_their_exit_codes(error, code, message, command, capsys, monkeypatch):
+    def fails(*_):
+        raise error
+
+    monkeypatch.setattr("flatmin.lab.commands.list.table", fails)
+    monkeypatch.setattr("flatmin.lab.commands.measure.find_run", fails)
+    found, _, err = run(capsys, *command)
+    assert found == code
+    assert message in err
+
+
+def test_an_internal_error_is_raised(monkeypatch, capsys):
+    monkeypatch.setattr("flatmin.lab.commands.list.table", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(capsys, "list", "datasets")
+
+
+@pytest.mark.parametrize("command", [["list"], ["show", "digits", "--output", "json"]])
+def test_output_that_is_closed_or_full_ends_quietly(command, capsys, tmp_path, monkeypatch):
+    trained_run(capsys, tmp_path)
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as closed, open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", closed)
+        assert run(capsys, *command)[0] == 141
+        monkeypatch.setattr(sys, "stdout", full)
+        code, _, err = run(capsys, *command)
+        assert code == 4
+        assert "No space left" in err
+    monkeypatch.setattr(sys, "stdout", None)
+    assert run(capsys, *command)[0] == 0
+    sys.stdout.close()
+
+
+def test_a_full_disk_while_events_are_written_is_one_error(capsys, tmp_path, monkeypatch):
+    from tensorboard.summary.writer import record_writer
+
+    class Full:
+        def write(self, data):
+            raise OSError(28, "No space left on device")
+
+        flush = close = lambda self: self.write(b"")
+
+    writer = record_writer.RecordWriter
+    monkeypatch.setattr(record_writer, "RecordWriter", lambda file: file.close() or writer(Full()))
+    code, _, err = run(capsys, *QUICK)
+    assert code == 4
+    assert "tensorboard cannot be written to: [Errno 28] No space left on device" in err
+
+
+def test_events_can_be_read_by_tensorboard(capsys, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    path = trained_run(capsys, tmp_path)
+    events = EventAccumulator(str(path / "tensorboard"))
+    events.Reload()
+    assert {"train_loss", "test_error", "images_per_second"} <= set(events.Tags()["scalars"])
+    assert [event.step for event in events.Scalars("test_error")] == [1, 2]
