@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from flatmin.lab.errors import SpecError
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
 from flatmin.lab.studies.conditions import Condition, Method, with_rates
 from flatmin.lab.studies.item import Scale
@@ -77,7 +78,7 @@ def conditions(scale: Scale) -> list[tuple[Condition, tuple[int, ...]]]:
         few = [arm for arm in ARMS if arm.name not in ("SAM, m = 16", "part 1/16")]  # a batch of 20 is too small
         return [(_condition(tiny, "digits", "clean", few, LRS[:1], DECAYS[:1]), (0, 1))]
     if scale == "paper":
-        raise ValueError("cheap-sam is our own study: it has no paper's scale. Use laptop.")
+        raise SpecError("cheap-sam is our own study, which is not in the paper: use --scale laptop.")
     small = _small("wrn-10-2")
     noisy = replace(small, data=replace(small.data, label_noise=0.4))
     cifar = Experiment(

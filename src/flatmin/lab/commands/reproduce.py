@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
+from flatmin.lab.commands.items import ITEMS
 from flatmin.lab.commands.report import items_named, print_verdicts, write_page
 from flatmin.lab.errors import DataError, ModelError, SpecError
-from flatmin.lab.foret2021.items import ITEMS
 from flatmin.lab.studies.findings import Findings
 from flatmin.lab.studies.item import Item, Scale
 from flatmin.lab.studies.plan import plan, with_all_missing

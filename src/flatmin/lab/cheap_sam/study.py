@@ -1,0 +1,235 @@
+"""SAM's gain over its cost: which ways to spend fewer passes keep it.
+
+Not in the paper: a study of our own, by the same protocol. Settings are chosen on the validation split, replicas are
+paired by seed, and each arm is tested for keeping at least 90 % of SAM's gain over SGD (one-sided paired t-test, Holm's
+correction over all arms of all conditions).
+
+    flatmin reproduce cheap-sam --scale laptop      # about three hours of two cores with bf16
+    flatmin reproduce cheap-sam --scale smoke       # a minute
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from flatmin.lab.cheap_sam.arms import ARMS, SAM, SGD, conditions, cost_in_passes
+from flatmin.lab.studies.condition_tables import setting_of
+from flatmin.lab.studies.conditions import MethodResult, run_conditions
+from flatmin.lab.studies.contrasts import Contrast, Family, contrast_between, metric_by_seed, number_cell, run_names
+from flatmin.lab.studies.contrasts import mean as mean_of
+from flatmin.lab.studies.findings import Cell, Comparison, Findings, LineFigure, Series, Table, Verdict, own_settings
+from flatmin.lab.studies.item import Item, Scale
+from flatmin.lab.studies.statistics import Interval, mean_and_interval
+from flatmin.lab.sweeps.runners import RecordingRunner, Runner
+
+KEPT = 0.9
+"""The share of SAM's gain over SGD that a cheap method has to keep."""
+FAMILIES = {arm.name: arm.family for arm in ARMS} | {SGD: "SGD"}
+ABOUT = (
+    "1,000 images of Fashion-MNIST at 14 x 14 pixels (a quarter of the cost of 28 x 28), WRN-10-2, 40 epochs; then "
+    "2,000 images of CIFAR-10 at full size with basic augmentation. The replicas share one subset of the images and "
+    "one draw of the noisy labels. Cost counts the examples that pass forward and backward, relative to SGD."
+)
+TITLE, SOURCE = "SAM at nearly the cost of SGD", "Our own study, not in the paper"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneSided(Contrast):
+    """A claim that one number is lower than another, tested against that it is not."""
+
+    @property
+    def p_value(self) -> float:
+        """The one-sided p-value of Student's paired test."""
+        two_sided = super().p_value
+        return two_sided / 2 if mean_of(self.differences or [math.nan]) < 0 else 1 - two_sided / 2
+
+
+@dataclass(frozen=True)
+class Point:
+    """A method in the plane of cost and error."""
+
+    name: str
+    cost: float
+    error: Interval
+
+
+def cheap_sam(scale: Scale, runner: Runner) -> Findings:
+    """Run all arms in all conditions and say which keep SAM's gain."""
+    recorder = RecordingRunner(runner)
+    results = [run_conditions([condition], recorder, "cheap-sam", seeds)[0] for condition, seeds in conditions(scale)]
+    kept = {(r.condition.name, r.method.name): _kept(r, entries) for entries in results for r in _tested(entries)}
+    family = Family(kept.values())
+    verdicts = [_verdict(r, kept[r.condition.name, r.method.name], family) for rs in results for r in _tested(rs)]
+    if scale == "smoke":
+        verdicts = [replace(v, status="not tested", evidence="A smoke test judges nothing.") for v in verdicts]
+    chosen = [r.chosen for entries in results for r in entries if r.chosen is not None]
+    return Findings(
+        item="cheap-sam",
+        scale=scale,
+        title=TITLE,
+        source=SOURCE,
+        about_scale=ABOUT if scale == "laptop" else "One epoch on 40 digits: this shows that everything runs.",
+        tables=[_table(entries) for entries in results],
+        figures=[_pareto_figure(entries) for entries in results],
+        verdicts=verdicts,
+        hyperparameters=own_settings(chosen),
+        notes=(
+            f"An arm keeps SAM's gain if its error is below SGD's minus {KEPT:.0%} of the difference between SGD "
+            "and SAM (one-sided paired t-test, Holm's correction over all arms of all conditions). It does not "
+            "if the 95 % interval of the excess lies above 0.",
+            *recorder.notes,
+        ),
+        runs=list(recorder.runs),
+        num_missing=recorder.num_missing,
+    )
+
+
+def _by_name(entries: Sequence[MethodResult]) -> dict[str, MethodResult]:
+    return {entry.method.name: entry for entry in entries}
+
+
+def _tested(entries: Sequence[MethodResult]) -> list[MethodResult]:
+    """Return the cheap methods: all that cost less than SAM."""
+    return [e for e in entries if e.method.name not in (SGD, SAM, "SGD, twice the epochs", "SAM, m = 16")]
+
+
+def _kept(entry: MethodResult, entries: Sequence[MethodResult]) -> OneSided:
+    r"""Return the claim that an arm's error is below :math:`(1 - k)\, e_{SGD} + k\, e_{SAM}` with k = 0.9."""
+    sgd, sam = (_by_name(entries)[name].values("test_error") for name in (SGD, SAM))
+    limit = {seed: (1 - KEPT) * sgd[seed] + KEPT * sam[seed] for seed in sgd.keys() & sam.keys()}
+    replicas = [o for name in (SGD, SAM, entry.method.name) for o in _by_name(entries)[name].replicas]
+    return OneSided(
+        quantity="test error, %",
+        lower_name=entry.method.name,
+        higher_name=f"SGD less {KEPT:.0%} of SAM's gain",
+        lower=entry.values("test_error"),
+        higher=limit,
+        num_asked=max(2, len(entry.replicas), len(_by_name(entries)[SAM].replicas)),
+        runs=run_names(replicas),
+    )
+
+
+def _verdict(entry: MethodResult, contrast: OneSided, family: Family) -> Verdict:
+    cost = "" if entry.chosen is None else f", at {_cost(entry):.4g} passes"
+    claim = f"{entry.condition.name}: {entry.method.name} keeps at least {KEPT:.0%} of SAM's gain over SGD{cost}."
+    verdict = family.judge(claim, [contrast])
+    if not contrast.waits:
+        excess = mean_and_interval(contrast.differences)
+        if excess.mean - excess.half_width > 0:
+            return replace(verdict, status="not reproduced")
+    return verdict
+
+
+def _cost(entry: MethodResult) -> float:
+    assert entry.chosen is not None
+    return cost_in_passes(entry.chosen, entry.condition.start.epochs)
+
+
+def share_of_gain(entries: Mapping[str, float], name: str) -> float:
+    """Return the share of SAM's gain over SGD that a method has, in %, given mean errors.
+
+    Example:
+        >>> share_of_gain({"SGD": 40.0, "SAM": 30.0, "part 1/8": 29.0}, "part 1/8")
+        110.0
+    """
+    return 100 * (entries[SGD] - entries[name]) / (entries[SGD] - entries[SAM])
+
+
+def _table(entries: Sequence[MethodResult]) -> Table:
+    means = {
+        e.method.name: mean_of(values.values())
+        for e in entries
+        if (values := e.values("test_error")) and e.incomplete_reason is None
+    }
+    sam = _by_name(entries)[SAM]
+    rows: list[list[str | Cell | Comparison]] = []
+    for entry in sorted(entries, key=lambda e: math.inf if e.chosen is None else _cost(e)):
+        name = entry.method.name
+        known = name in means and SGD in means and SAM in means
+        difference: Cell | str = ""
+        if known and name != SAM:
+            read = partial(metric_by_seed, metric="test_error")
+            contrast = contrast_between("test error, %", (name, entry.replicas), (SAM, sam.replicas), read)
+            interval = mean_and_interval(contrast.differences)
+            by_seed = tuple(contrast.differences)
+            difference = Cell(measured=interval, unit="points", values=by_seed, runs=contrast.runs)
+        rows.append(
+            [
+                name,
+                "" if entry.chosen is None else f"{_cost(entry):.4g}",
+                "" if entry.chosen is None or entry.chosen.optim.rho == 0 else f"{entry.chosen.optim.rho:g}",
+                number_cell(entry.values("test_error"), entry.replicas),
+                number_cell(entry.values("train_error"), entry.replicas),
+                f"{share_of_gain(means, name):.0f} %" if known and name not in (SGD, SAM) else "",
+                difference,
+            ]
+        )
+    columns = ("method", "passes", "rho", "test error", "training error", "share of SAM's gain", "method - SAM")
+    sgd = _by_name(entries)[SGD].chosen
+    base = "" if sgd is None else f"All arms have SGD's settings: {setting_of(sgd)}. "
+    return Table(
+        title=entries[0].condition.name,
+        columns=columns,
+        rows=rows,
+        note=f"{base}rho was chosen among four values on the validation split.",
+    )
+
+
+def pareto_front(points: Sequence[Point]) -> list[Point]:
+    """Return the points that no other beats in error at the same cost or less, by rising cost.
+
+    Example:
+        >>> points = [Point("a", 1, Interval(9, 0)), Point("b", 2, Interval(9.5, 0)), Point("c", 2, Interval(7, 0))]
+        >>> [point.name for point in pareto_front(points)]
+        ['a', 'c']
+    """
+    front: list[Point] = []
+    for point in sorted(points, key=lambda p: (p.cost, p.error.mean)):
+        if not front or point.error.mean < front[-1].error.mean:
+            front.append(point)
+    return front
+
+
+def points_of(entries: Sequence[MethodResult]) -> list[Point]:
+    """Return cost and error of the methods whose replicas are all there."""
+    return [
+        Point(e.method.name, _cost(e), mean_and_interval(list(e.values("test_error").values())))
+        for e in entries
+        if e.incomplete_reason is None
+    ]
+
+
+def _pareto_figure(entries: Sequence[MethodResult]) -> LineFigure:
+    points = points_of(entries)
+    front = pareto_front(points)
+    series = []
+    for family in dict.fromkeys(FAMILIES[p.name] for p in points):
+        own = sorted((p for p in points if FAMILIES[p.name] == family), key=lambda p: p.cost)
+        series.append(
+            Series(
+                name=family,
+                x=[p.cost for p in own],
+                y=[p.error.mean for p in own],
+                half_width=[p.error.half_width for p in own],
+                hover=[p.name for p in own],
+                mode="markers",
+            )
+        )
+    if front:
+        names = [p.name for p in front]
+        line = Series(
+            name="Pareto front", x=[p.cost for p in front], y=[p.error.mean for p in front], hover=names, mode="lines"
+        )
+        series.append(line)
+    return LineFigure(
+        title=f"Error over cost: {entries[0].condition.name}",
+        x_label="cost: passes over the training set, relative to SGD",
+        y_label="test error, %",
+        series=series,
+        note="Bars are 95 % confidence intervals over replicas; the line joins the methods that nothing else beats.",
+        runs=run_names(o for e in entries for o in e.replicas),
+    )
+
+
+CHEAP_SAM = Item(name="cheap-sam", title=TITLE, source=SOURCE, study=cheap_sam)

@@ -1,0 +1,114 @@
+"""The study of SAM's gain over its cost, on invented runs: what is asked for, who keeps the gain, the front."""
+
+from pathlib import Path
+
+import pytest
+from scipy import stats
+
+from flatmin.lab.cheap_sam.arms import ARMS, RHOS, conditions, cost_in_passes
+from flatmin.lab.cheap_sam.study import cheap_sam, share_of_gain
+from flatmin.lab.errors import SpecError
+from flatmin.lab.runs.directory import Result
+from flatmin.lab.studies.conditions import TUNING_SEED
+from flatmin.lab.sweeps.jobs import Outcome
+
+NOISY = "Fashion-MNIST, 14 x 14, 40 % noisy labels"
+JITTER = (0.0, 0.4, -0.3, 0.2, -0.1, 0.3, -0.2, 0.1, -0.4, 0.25)
+
+
+class Invented:
+    """Gives every run an error by its method, and the second radius the best validation error."""
+
+    def __init__(self, errors, missing=()):
+        self.errors, self.missing, self.jobs = errors, missing, []
+
+    def outcomes(self, jobs, what):
+        self.jobs += jobs
+        return [self._outcome(job) for job in jobs]
+
+    def _outcome(self, job):
+        method = job.experiment.name.removesuffix(" (choosing)").rsplit("/", 1)[1]
+        method = job.experiment.name.removesuffix(" (choosing)").split("labels/")[-1]
+        if (method, job.seed) in self.missing:
+            return Outcome(job=job)
+        error = self.errors.get(method, 35.0)
+        if job.seed != TUNING_SEED:
+            error += JITTER[job.seed] + 0.05 * JITTER[(job.seed + hash_of(method)) % 10]
+        rho = job.experiment.optim.rho
+        chosen = job.experiment.optim.lr == 0.1 and job.experiment.optim.weight_decay == 5e-4
+        factor = next((arm.factor for arm in ARMS if arm.name == method), None)
+        valid = 0.2 if (factor and rho == pytest.approx(factor * RHOS[1])) or (not factor and chosen) else 0.3
+        line = {"epoch": job.experiment.epochs, "valid_error": valid, "test_error": error / 100, "train_error": 0.0}
+        result = Result(
+            experiment=job.experiment, seed=job.seed, directory=Path(job.name), history=[line], time_seconds=1.0
+        )
+        return Outcome(job=job, result=result)
+
+
+def hash_of(text):
+    return sum(map(ord, text))
+
+
+ERRORS = {"SGD": 40.0, "SAM": 30.0, "part 1/16": 29.0, "part 1/8": 31.0, "every 4th step": 37.0, "momentum": 34.0}
+
+
+def test_every_arm_has_four_radii_and_costs_what_its_name_says():
+    runner = Invented(ERRORS)
+    cheap_sam("laptop", runner)
+    noisy = [job for job in runner.jobs if job.experiment.data.label_noise]
+    tuning = [job for job in noisy if job.seed == TUNING_SEED]
+    with_radius = [arm for arm in ARMS if arm.factor is not None]
+    assert len({job.name for job in tuning}) == 4 + 4 * len(with_radius)
+    assert all(job.experiment.data.validation == 0.1 for job in tuning)
+    replicas = [job for job in noisy if job.seed != TUNING_SEED]
+    assert len({job.name for job in replicas}) == 5 * (1 + len(ARMS))
+    costs = {job.experiment.name.split("labels/")[-1]: cost_in_passes(job.experiment, 40) for job in replicas}
+    assert costs["SGD"] == costs["momentum"] == costs["SAM, half the epochs"] == 1
+    assert (costs["part 1/4"], costs["part 1/8"], costs["part 1/16"]) == (1.25, 1.125, 1.0625)
+    assert (costs["every 4th step"], costs["every 8th step"], costs["ascent on 1/4"]) == (1.25, 1.125, 1.25)
+    assert (costs["SAM"], costs["SAM, m = 16"], costs["SGD, twice the epochs"]) == (2, 2, 2)
+    clean = [job for job in runner.jobs if "clean" in job.experiment.name and job.experiment.data.image_size == 14]
+    assert {job.seed for job in clean} == {*range(10), TUNING_SEED}
+
+
+def test_an_arm_keeps_the_gain_if_it_is_below_nine_tenths_of_it():
+    found = cheap_sam("laptop", Invented(ERRORS))
+    status = {v.claim: v.status for v in found.verdicts if v.claim.startswith(NOISY)}
+    by_arm = {claim.removeprefix(f"{NOISY}: ").partition(" keeps")[0]: s for claim, s in status.items()}
+    assert by_arm["part 1/16"] == "reproduced"
+    assert by_arm["part 1/8"] == "inconclusive"  # at the limit
+    assert by_arm["every 4th step"] == by_arm["momentum"] == "not reproduced"
+    assert not by_arm.keys() & {"SAM", "SGD", "SAM, m = 16"}
+
+
+def test_the_test_is_one_sided_paired_and_corrected_over_all_arms():
+    found = cheap_sam("laptop", Invented(ERRORS))
+    verdict = next(v for v in found.verdicts if v.claim.startswith(f"{NOISY}: part 1/16"))
+    (comparison,) = verdict.comparisons
+    assert comparison.p_value == pytest.approx(stats.ttest_1samp(comparison.values, 0.0, alternative="less").pvalue)
+    assert comparison.difference.mean == pytest.approx(29.0 - 31.0, abs=0.2)
+    assert comparison.p_holm > comparison.p_value
+
+
+def test_nothing_is_judged_while_a_replica_is_missing():
+    found = cheap_sam("laptop", Invented(ERRORS, missing={("part 1/16", 3)}))
+    verdict = next(v for v in found.verdicts if v.claim.startswith(f"{NOISY}: part 1/16"))
+    assert verdict.status == "not tested"
+    assert found.num_missing > 0
+
+
+def test_the_front_joins_what_nothing_beats():
+    figure = cheap_sam("laptop", Invented(ERRORS)).figures[0]
+    front = next(series for series in figure.series if series.name == "Pareto front")
+    assert list(front.hover) == ["momentum", "part 1/16"]
+    assert list(front.x) == [1.0, 1.0625]
+
+
+def test_the_share_of_the_gain():
+    assert share_of_gain({"SGD": 40.0, "SAM": 30.0, "x": 35.0}, "x") == 50.0
+    assert share_of_gain({"SGD": 40.0, "SAM": 30.0, "x": 42.0}, "x") == -20.0
+
+
+def test_there_is_no_papers_scale():
+    with pytest.raises(SpecError, match="use --scale laptop"):
+        conditions("paper")
