@@ -436,6 +436,23 @@ def test_a_strong_effect_of_ascent_steps_on_either_dataset_contradicts_the_claim
     assert ITEMS["inner-steps"].study("paper", Made(metrics)).verdicts[0].status == "not reproduced"
 
 
+@pytest.mark.parametrize("exists", [False, True])
+def test_the_checkpoint_of_li_et_al_is_shown_if_its_file_exists(exists, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if exists:
+        (tmp_path / "checkpoints").mkdir()
+        (tmp_path / "checkpoints/resnet-56-noshort.pth").touch()
+    runs = Made(lambda job: {"test_error": 0.1}, lambda job, m: plane(job, m, 1.0 + wobble(job.seed)))
+    found = ITEMS["landscape"].study("paper", runs)
+    names = [surface.name for surface in found.figures[0].surfaces]
+    assert names == ["SGD", "SAM", *["SGD, the checkpoint of Li et al."] * exists]
+    assert any(("it is shown" if exists else "does not exist") in note for note in found.notes)
+    jobs = planned_jobs(ITEMS["landscape"].study, "paper")
+    published = [job.experiment for job in jobs if job.experiment.model.checkpoint is not None]
+    assert [(e.epochs, e.model.name, e.model.head) for e in published] == [(0, "resnet-56-noshort", "keep")] * exists
+    assert "5 pairs" in found.verdicts[0].evidence or "n = 5" in found.verdicts[0].evidence  # ours, with SAM
+
+
 def zoo_lab(sharpness_of, num_stuck=0, gap=None):
     """A zoo whose test errors are all different, in no order of the hyperparameters."""
     rng = np.random.default_rng(1)

@@ -130,6 +130,18 @@ def test_models_of_the_reference_code_are_built_as_there_and_others_are_not():
     }  # fmt: skip
 
 
+def test_on_imagenet_the_papers_number_without_sam_is_next_to_the_checkpoint_itself():
+    for condition in fine_tuning_conditions("paper", DryRunner()):
+        imagenet = condition.labels == ("imagenet",)
+        beside = {name for name, _ in condition.claimed}
+        assert beside == {"checkpoint" if imagenet else "without SAM", "SAM"}
+        first = condition.methods[0]
+        assert (first.name == "checkpoint") == imagenet
+        if imagenet:
+            (untrained,) = first.candidates(condition.start)
+            assert (untrained.epochs, untrained.model.head) == (0, "keep")
+
+
 def test_both_networks_see_as_many_examples_in_finetuning():
     seen = {
         settings.FINETUNING[model].num_steps * settings.FINETUNING[model].batch_size for model in settings.FINETUNING

@@ -381,3 +381,25 @@ def test_frozen_batch_norm_normalizes_with_its_statistics_and_leaves_them():
     assert torch.equal(out, network(x))
     assert all(torch.equal(v, before[k]) for k, v in network.state_dict().items())
     assert network.norm.weight.requires_grad
+
+
+def test_a_resnet_of_li_et_al_is_read_under_its_own_names(tmp_path):
+    """Their names (bn1, layer2.3.conv1, linear), under "state_dict", without the counters that old torch lacks."""
+    torch.manual_seed(0)
+    network = build_model(Model(name="resnet-20-noshort"), num_classes=10)
+    theirs = {}
+    for key, tensor in network.state_dict().items():
+        name = key.replace("norm", "bn").replace("head", "linear")
+        if name.startswith("blocks."):
+            _, number, rest = name.split(".", 2)
+            name = f"layer{int(number) // 3 + 1}.{int(number) % 3}.{rest}"
+        if not key.endswith("num_batches_tracked"):
+            theirs[name] = tensor.clone()
+    path = tmp_path / "resnet.pth"
+    torch.save({"acc": 90.1, "epoch": 300, "state_dict": theirs}, path)
+    loaded = build_model(Model(name="resnet-20-noshort", checkpoint=str(path), head="keep"), num_classes=10)
+    x = torch.randn(2, 3, 32, 32)
+    assert torch.equal(loaded.eval()(x), network.eval()(x))
+    other = Model(name="resnet-32-noshort", checkpoint=str(path))
+    with pytest.raises(ModelError, match="does not belong"):
+        build_model(other, num_classes=10)

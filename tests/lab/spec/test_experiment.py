@@ -118,7 +118,7 @@ BAD = [
     (lambda: Optim(direction="random"), "optim.direction", "'random'", "rho is 0"),
     (lambda: Optim(ascent_steps=3), "optim.ascent_steps", "3", "rho is 0"),
     (lambda: Data(name="cifar10", augment="imagenet"), "data.augment", "'imagenet'", "small images"),
-    (lambda: Experiment(epochs=0), "epochs", "0", "at least 1"),
+    (lambda: Experiment(epochs=0), "epochs", "0", "0 with a model.checkpoint"),
     (lambda: Experiment(epochs=3, optim=Optim(warmup_epochs=3)), "optim.warmup_epochs", "3.0", "epochs"),
     (lambda: Experiment(optim=Optim(rho=0.1, m=129)), "optim.m", "129", "128"),
     (lambda: Experiment(precision="float16"), "precision", "'float16'", "auto, float32, bfloat16"),

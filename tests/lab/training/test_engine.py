@@ -21,6 +21,8 @@ from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
 from flatmin.lab.training import engine, session
 from flatmin.lab.training.engine import train
 from flatmin.lab.training.steps import Stepper
+from flatmin.lab.training.trained_model import load_trained
+from sweep_process import tiny
 
 CPU = torch.device("cpu")
 
@@ -351,3 +353,16 @@ def test_a_compiled_network_trains_to_the_same_metrics(tmp_path, monkeypatch):
     compiled = train(dataclasses.replace(small(model="wrn-10-1", optim=Optim(rho=0.1)), compile=True), runs=tmp_path)
     assert compiled.metrics["train_loss"] == pytest.approx(plain.metrics["train_loss"], rel=1e-3)
     assert compiled.directory != plain.directory
+
+
+def test_no_epochs_only_evaluate_the_checkpoint(tmp_path):
+    trained = train(dataclasses.replace(tiny(), epochs=2), runs=tmp_path)
+    model = dataclasses.replace(tiny().model, checkpoint=f"run:{trained.directory.name}", head="keep")
+    evaluated = train(dataclasses.replace(tiny(), model=model, epochs=0), seed=3, runs=tmp_path)
+    assert evaluated.metrics["test_error"] == trained.metrics["test_error"]
+    assert evaluated.metrics["test_loss"] == pytest.approx(trained.metrics["test_loss"])
+    assert (evaluated.metrics["epoch"], evaluated.metrics["step"], evaluated.metrics["train_loss"]) == (0, 0, None)
+    weights = [load_trained(r.directory).network.state_dict() for r in (trained, evaluated)]
+    assert all(torch.equal(a, b) for a, b in zip(weights[0].values(), weights[1].values(), strict=True))
+    assert len(list((evaluated.directory / "checkpoints").glob("*.pt"))) == 1
+    assert train(dataclasses.replace(tiny(), model=model, epochs=0), seed=3, runs=tmp_path).metrics == evaluated.metrics

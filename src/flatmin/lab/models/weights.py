@@ -102,21 +102,24 @@ def _without_prefixes(name: str) -> str:
 
 
 def _rename_like(network: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Give timm's names to an EfficientNet of the package efficientnet_pytorch and its descendants.
+    """Give our names to an EfficientNet of the package efficientnet_pytorch, or to a ResNet of Li et al. (2018).
 
-    Both have the same layers in the same order, under other names (``_blocks.3._depthwise_conv`` and
+    They have the same layers in the same order, under other names (``_blocks.3._depthwise_conv`` and
     ``blocks.2.0.conv_dw``). Order, kind (weight, bias, running_mean, ...) and shape of all but the last layer
-    must agree.
+    must agree. Files of old versions of torch lack batch norm's counters, which nothing here uses.
     """
-    if "_conv_stem.weight" not in weights:
-        return weights
     own = network.state_dict()
-    renamed = dict(zip(own, weights.values(), strict=False))
-    same_kinds = [a.rpartition(".")[2] for a in own] == [b.rpartition(".")[2] for b in weights]
-    body = list(own)[:-2]
-    if not same_kinds or any(own[key].shape != renamed[key].shape for key in body):
+    known = "_conv_stem.weight" in weights or {"layer1.0.conv1.weight", "linear.weight"} <= weights.keys()
+    if not known or weights.keys() == own.keys():
         return weights
-    return renamed
+    counters = {key: tensor for key, tensor in own.items() if key.endswith(".num_batches_tracked")}
+    names = [key for key in own if key not in counters]
+    theirs = {key: tensor for key, tensor in weights.items() if not key.endswith(".num_batches_tracked")}
+    renamed = dict(zip(names, theirs.values(), strict=False))
+    same_kinds = [a.rpartition(".")[2] for a in names] == [b.rpartition(".")[2] for b in theirs]
+    if not same_kinds or any(own[key].shape != renamed[key].shape for key in names[:-2]):
+        return weights
+    return {key: counters.get(key, renamed.get(key, own[key])) for key in own}
 
 
 def _shape(weights: Mapping[str, Tensor], head: str) -> str:

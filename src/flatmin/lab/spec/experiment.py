@@ -282,7 +282,7 @@ class Experiment:
     model: Model = field(default_factory=Model)
     optim: Optim = field(default_factory=Optim)
     epochs: int = 10
-    """Passes over the training set."""
+    """Passes over the training set; 0 only evaluates model.checkpoint."""
     evaluate_every: int = 1
     """Evaluate after every so many epochs, and after the last one."""
     keep_every: int | None = None
@@ -298,14 +298,16 @@ class Experiment:
         """Check every field."""
         conform(self)
         require(self, "name", self.name.isprintable(), "printable text")
-        require(self, "epochs", 1 <= self.epochs <= 10**9, "at least 1 and at most 1e9")
+        only_evaluates = self.epochs == 0 and self.model.checkpoint is not None
+        known = 1 <= self.epochs <= 10**9 or only_evaluates
+        require(self, "epochs", known, "at least 1 (or 0 with a model.checkpoint) and at most 1e9")
         require(self, "evaluate_every", self.evaluate_every >= 1, "at least 1")
         require(self, "keep_every", self.keep_every is None or self.keep_every >= 1, "at least 1, or None")
         require(self, "stop_loss", self.stop_loss is None or self.stop_loss > 0, "positive, or None")
         require(
             self.optim,
             "warmup_epochs",
-            self.optim.warmup_epochs < self.epochs,
+            self.optim.warmup_epochs < self.epochs or only_evaluates,
             f"less than epochs, which is {self.epochs}",
         )
         require(

@@ -190,7 +190,7 @@ class _Run:
         if content is not None:
             self._load(read_state(content, self.workers.device))
         self.workers.on_main(self._write_start)
-        if content is None:
+        if content is None and self.experiment.epochs:  # without training, the evaluation saves the one checkpoint
             self.save()
             self._keep_weights()
 
@@ -213,6 +213,8 @@ class _Run:
         if callback is not None:
             callback.on_start(self.directory.path, self.num_steps, progress.step)
         with tensorboard(self.directory.path, progress.epoch) if self.workers.is_main else nullcontext() as events:
+            if self.experiment.epochs == 0:
+                self._evaluate_checkpoint(events)
             while not self._finished():
                 self._training_mode()
                 clock.start()
@@ -272,6 +274,16 @@ class _Run:
         self.workers.on_main(lambda: self._write_epoch(metrics, speed, events))
         if callback is not None:
             callback.on_epoch(metrics, speed)
+
+    def _evaluate_checkpoint(self, events: Any) -> None:
+        """Write the one line of a run without training."""
+        metrics: Metrics = {"epoch": 0, "step": 0, "train_loss": None}
+        for name, images in (("valid", self.dataset.valid), ("test", self.dataset.test)):
+            if images is not None:
+                metrics.update({f"{name}_{key}": value for key, value in finite(self._evaluate(images)).items()})
+        self.progress.history = [metrics]
+        self.workers.on_main(lambda: self._write_epoch(metrics, {"epoch": 0, "images_per_second": None}, events))
+        self.save()
 
     def _write_epoch(self, metrics: Metrics, speed: Metrics, events: Any) -> None:
         self.directory.add_metrics(metrics)

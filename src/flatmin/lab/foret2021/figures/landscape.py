@@ -1,8 +1,9 @@
 """Figure 1, middle and right: the loss around the minima that SGD and SAM find (Section 1)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
@@ -37,6 +38,11 @@ PICTURE: dict[Scale, tuple[int, int | None]] = {"paper": (51, None), "laptop": (
 NUMBERS: dict[Scale, tuple[int, int | None]] = {"paper": (21, 10_000), "laptop": (11, 300), "smoke": (5, 8)}
 
 
+LI_CHECKPOINT = Path("checkpoints/resnet-56-noshort.pth")
+"""The network that the paper shows for SGD, of Li et al. (2018), relative to the working directory."""
+LI_NAME = "SGD, the checkpoint of Li et al."
+
+
 def landscape(scale: Scale, runner: Runner) -> Findings:
     """Show the loss on a plane through the weights of a network trained with SGD and with SAM (Figure 1).
 
@@ -52,6 +58,9 @@ def landscape(scale: Scale, runner: Runner) -> Findings:
             experiment = replace(sgd, optim=replace(sgd.optim, rho=radius))
             first, *others = jobs_for(experiment, f"landscape/{method}", curvature_seeds(scale), (numbers,))
             jobs[method] = [replace(first, measurements=tuple(dict.fromkeys((picture, numbers)))), *others]
+    if scale == "paper" and LI_CHECKPOINT.is_file():
+        published = replace(sgd, model=replace(sgd.model, checkpoint=str(LI_CHECKPOINT), head="keep"), epochs=0)
+        jobs[LI_NAME] = jobs_for(published, "landscape/Li et al.", (0,), (picture,))
     found = recorder.replicas(jobs, "landscape: networks and their surroundings")
 
     rise = contrast_between(
@@ -80,8 +89,19 @@ def landscape(scale: Scale, runner: Runner) -> Findings:
         notes=[
             "The plane is through the weights, along two Gaussian directions, each filter as long as the network's; "
             "batch norm has the statistics of the trained network everywhere.",
+            *(
+                ["The paper's SGD network is the checkpoint of Li et al. (2018); " + _whose(jobs)]
+                if scale == "paper"
+                else []
+            ),
         ],
     )
+
+
+def _whose(jobs: Mapping[str, Sequence[Job]]) -> str:
+    if LI_NAME in jobs:
+        return "it is shown, and ours are compared with SAM."
+    return f"{LI_CHECKPOINT} does not exist, so that only ours are shown."
 
 
 def landscape_experiment(scale: Scale) -> Experiment:

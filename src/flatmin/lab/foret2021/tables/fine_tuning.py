@@ -104,18 +104,24 @@ def _paper_condition(model: str, dataset: str, rho: float | None, source: Claims
     fixed = rho if rho is not None else training.rho if dataset == "imagenet" else None
     rhos = settings.RHO_GRID if fixed is None else (fixed,)
     sam = "sam" if rho is None else "sam-0.05"
+    # On ImageNet the paper's number without SAM is that of the checkpoint itself.
+    checkpoint = (Method(name="checkpoint", candidates=_untrained),) if dataset == "imagenet" else ()
     claimed = {
         (name, "test_error"): source[FinetuningCell(dataset, model, key)]
-        for name, key in (("without SAM", "sgd"), ("SAM", sam))
+        for name, key in (("checkpoint" if checkpoint else "without SAM", "sgd"), ("SAM", sam))
     }
     return Condition(
         labels=(dataset,),
         column=model,
         start=start,
-        methods=_methods(rhos, training.m),
+        methods=checkpoint + _methods(rhos, training.m),
         claimed=claimed,
         tuning_epochs=settings.finetuning(model, dataset, held_out=VALIDATION).epochs,
     )
+
+
+def _untrained(base: Experiment) -> list[Experiment]:
+    return [replace(base, epochs=0)]
 
 
 def _small_condition(scale: Scale, runner: Runner, rho: float | None) -> Condition:
