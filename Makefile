@@ -1,5 +1,5 @@
-# Each of the four front doors sets up all it needs (a .venv, the install) and is fast when repeated.
-.PHONY: demo test lint bench
+# Each target sets up all it needs (a .venv, the install) and is fast when repeated.
+.PHONY: demo test lint bench docs test-versions
 .DEFAULT_GOAL := test
 
 PYTHON ?= python3
@@ -10,7 +10,7 @@ PIP := PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --disable-pip-v
 
 $(READY): pyproject.toml constraints.txt
 	@echo "Setting up .venv (once, some minutes) ..."
-	@$(PYTHON) -c "import sys; assert sys.version_info >= (3, 11), 'flatmin needs Python 3.11 or newer; set PYTHON=...'"
+	@$(PYTHON) -c "import sys; assert sys.version_info >= (3, 11), 'development needs Python 3.11 or newer; set PYTHON=...'"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(PIP) "$$(grep '^torch==' constraints.txt)"
 	@$(PIP) -e ".[dev]"
@@ -30,3 +30,11 @@ lint: $(READY)
 
 bench: $(READY)
 	@$(BIN)/python -m benchmarks
+
+docs: $(READY)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --strict
+
+# tests/core and tests/measures on other versions of torch and Python: minutes, and gigabytes where torch has no CPU build.
+# `make test-versions` runs the oldest and the newest; `make test-versions TORCH=2.8.0` one, with PYTHON.
+test-versions: $(READY)
+	@$(BIN)/python tests/versions.py $(if $(TORCH),--torch $(TORCH) --python $(PYTHON))

@@ -31,9 +31,8 @@ def main(num_epochs: int = 2) -> nn.Module:
     for epoch in range(num_epochs):
         for x, y in loader:
             opt.zero_grad()
-            # fork_rng: dropout draws the same noise in both passes. no_sync: each worker has its own perturbation
-            # (with FSDP2, where gradients must be reduced in both passes, leave it out).
-            with torch.random.fork_rng(), accelerator.no_sync(model):
+            # Each worker has its own perturbation. With FSDP2 gradients must be reduced in both passes: leave it out.
+            with accelerator.no_sync(model):
                 loss = nn.functional.cross_entropy(model(x), y)
                 accelerator.backward(loss)
             with sam.perturbed():

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from flatmin import SAM, realised_perturbation
+from flatmin import SAM, effective_perturbation
 
 
 def make_model() -> nn.Module:
@@ -35,7 +35,7 @@ def train_with_autocast(num_steps: int = 20) -> nn.Module:
         loss = opt.step(closure)
     print(f"autocast    loss {loss:.4f}  sharpness {opt.metrics.sharpness:.4f}")
     closure()
-    print(f"            {realised_perturbation(opt, compute_dtype=torch.bfloat16)}")
+    print(f"            {effective_perturbation(opt, compute_dtype=torch.bfloat16)}")
     return model
 
 

@@ -1,45 +1,12 @@
-"""The Hugging Face Trainer: a subclass whose training step runs both passes, also with gradient accumulation."""
+"""The Hugging Face Trainer: SAMTrainer in place of Trainer, and SAM's settings."""
 
-import contextlib
 import tempfile
 
 import torch
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
-from flatmin import SAM
-
-
-class SAMTrainer(Trainer):
-    """One SAM step per optimizer step, with one perturbation for all the micro-batches of a worker."""
-
-    def __init__(self, *args, rho: float = 0.05, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.rho, self.micro_batches = rho, []
-
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        self.sam = SAM(super().create_optimizer(model), rho=self.rho, model=self.model)
-        self.optimizer = self.sam
-        return self.optimizer
-
-    def training_step(self, model: nn.Module, inputs: dict, num_items_in_batch=None) -> torch.Tensor:
-        self.micro_batches.append(inputs)
-        if not self.accelerator.sync_gradients:  # wait for the last micro-batch of the step
-            return torch.zeros((), device=self.args.device)
-        (*others, last), self.micro_batches = self.micro_batches, []
-        no_sync = getattr(model, "no_sync", contextlib.nullcontext)  # of DistributedDataParallel
-
-        def run(inputs: dict) -> torch.Tensor:
-            return super(SAMTrainer, self).training_step(model, inputs, num_items_in_batch)
-
-        with torch.random.fork_rng(), no_sync():  # fork_rng: dropout draws the same noise in both passes
-            loss = sum(run(inputs) for inputs in [*others, last])
-        with self.sam.perturbed():
-            with no_sync():
-                for inputs in others:
-                    run(inputs)
-            run(last)
-        return loss
+from flatmin.integrations.transformers import SAMTrainer
 
 
 def make_model(dropout: float = 0.1) -> nn.Module:
@@ -68,7 +35,7 @@ def main(trainer_class: type[Trainer] = SAMTrainer, dropout: float = 0.1, **sett
             model=make_model(dropout),
             args=TrainingArguments(**quiet | rates | {"num_train_epochs": 4, "logging_steps": 4} | settings),
             train_dataset=make_data(),
-            rho=0.01,
+            sam={"rho": 0.01},
         )
         trainer.train()
     return trainer

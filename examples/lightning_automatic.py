@@ -1,6 +1,6 @@
-"""Lightning, automatic optimization: return SAM from ``configure_optimizers``; Lightning gives it a closure.
+"""Lightning, automatic optimization: a callback, and nothing else.
 
-Accumulation belongs to manual optimization (lightning_manual.py): with ``accumulate_grad_batches`` above 1 Lightning's
+Accumulation needs manual optimization (lightning_manual.py): with ``accumulate_grad_batches`` above 1 Lightning's
 closure holds the last micro-batch only, so the second pass would not see the others.
 """
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from flatmin import SAM
+from flatmin.integrations.lightning import SAMCallback
 
 
 def make_data() -> DataLoader:
@@ -25,16 +25,8 @@ class Classifier(lightning.LightningModule):
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Dropout(0.1), nn.Linear(64, 4))
 
-    def configure_optimizers(self) -> SAM:
-        return SAM(torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9), rho=0.1, model=self)
-
-    def on_fit_start(self) -> None:
-        if self.trainer.accumulate_grad_batches > 1:
-            raise ValueError("Gradient accumulation with SAM needs manual optimization.")
-
-    def on_train_start(self) -> None:
-        # The wrapped model (DistributedDataParallel), now that there is one.
-        self.optimizers().model = self.trainer.model
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         x, y = batch
@@ -44,10 +36,9 @@ class Classifier(lightning.LightningModule):
 def main(num_epochs: int = 2, **settings) -> Classifier:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     model = Classifier()
-    settings = {"gradient_clip_val": 1.0, "accelerator": "cpu", "devices": 1} | settings
-    trainer = lightning.Trainer(
-        max_epochs=num_epochs, logger=False, enable_checkpointing=False, enable_progress_bar=False, **settings
-    )
+    settings = {"gradient_clip_val": 1.0, "accelerator": "cpu", "devices": 1, "max_epochs": num_epochs} | settings
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = lightning.Trainer(callbacks=[SAMCallback(rho=0.1)], **quiet, **settings)
     trainer.fit(model, make_data())
     metrics = trainer.optimizers[0].metrics
     print(f"{trainer.global_step} steps: loss {metrics.loss:.4f}  sharpness {metrics.sharpness:.4f}")

@@ -39,8 +39,7 @@ class Classifier(lightning.LightningModule):
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
         opt = self.optimizers()
         opt.zero_grad()
-        with torch.random.fork_rng():  # so that dropout draws the same noise again in the second pass
-            self.loss = self.accumulate(batch)
+        self.loss = self.accumulate(batch)
         with opt.perturbed():
             self.accumulate(batch)
         self.clip_gradients(opt, gradient_clip_val=1.0)

@@ -10,7 +10,7 @@ import pytest
 import flatmin
 
 SOURCE = Path(flatmin.__file__).parent
-LEVELS = {"core": 0, "measures": 1, "lab": 2, "cli": 3}
+LEVELS = {"core": 0, "integrations": 1, "measures": 1, "lab": 2, "cli": 3}
 LAB_LEVELS = {
     **{"errors": 0, "spec": 1, "data": 2, "models": 3, "runs": 4, "training": 5, "sweeps": 6, "studies": 7},
     **{"demo": 8, "foret2021": 8, "cheap_sam": 8, "report": 9, "commands": 10},

@@ -6,11 +6,14 @@ corrupt; 4 writing failed; 5 the loss diverged; 128 + n stopped by signal n (130
 
 import errno
 import os
+import platform
 import signal
 import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 try:
     import tyro
@@ -19,6 +22,7 @@ try:
 except ImportError as missing:  # pragma: no cover (the tests have them)
     sys.exit(f"flatmin's command line needs the extra `lab` ({missing.name} is missing): pip install 'flatmin[lab]'")
 
+import flatmin
 from flatmin.lab.errors import DataError, DivergedError, InterruptedRun, ModelError, RunError, SpecError, StorageError
 
 DESCRIPTION = "Sharpness-Aware Minimization: train models to flat minima, and measure how flat they are."
@@ -38,6 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     _replace_closed_streams()
+    if arguments == ["--version"]:
+        print(f"flatmin {flatmin.__version__} (torch {torch.__version__}, Python {platform.python_version()})")
+        return 0
     # Paths and messages are never markup: `pip install 'flatmin[ray]'`.
     console = _Console(soft_wrap=not sys.stdout.isatty(), markup=False, emoji=False)
     errors = Console(stderr=True, soft_wrap=True, highlight=False, markup=False, emoji=False)

@@ -323,7 +323,7 @@ def test_a_file_that_is_no_cache_is_refused_and_left_alone(tmp_path):
         with pytest.raises(ValueError, match="is not a landscape's cache; it was not changed"):
             loss_landscape(*counting_case(), points=3, cache=path)
         assert path.read_bytes() == content
-    with pytest.raises(ValueError, match="is a folder"):
+    with pytest.raises(ValueError, match="is a directory"):
         loss_landscape(*counting_case(), points=3, cache=tmp_path)
 
 

@@ -124,7 +124,7 @@ def digest(tensors: Iterable[Tensor]) -> str:
 
 
 def same_on_every_pass(data: Iterable[Batch]) -> bool:
-    """Return whether two passes begin with the same batches, bit for bit; no shuffled pass does."""
+    """Return whether two passes begin with exactly the same batches; no shuffled pass does."""
     first, second = (itertools.islice(iter(data), NUM_COMPARED_BATCHES) for _ in range(2))
     # Sequential, not interleaved: two live iterators of one loader may share workers.
     seen = [leaves(batch) for batch in first]

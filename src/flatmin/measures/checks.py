@@ -1,4 +1,4 @@
-"""Refuse, before any work is done, what would give a number that means nothing."""
+"""Raise, before any work is done, for what would give a meaningless number."""
 
 import math
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from flatmin.measures.values import Value
 if TYPE_CHECKING:
     from flatmin.measures.objective import Objective
 
-EVAL_REMEDY = "Call model.eval() first, or pass allow_nondeterministic=True to measure it with fixed noise."
+EVAL_FIX = "Call model.eval() first, or pass allow_nondeterministic=True to measure it with fixed noise."
 
 
 def check_count(name: str, count: int) -> None:
@@ -38,7 +38,7 @@ def check_finite(value: Value, where: str) -> None:
 
 
 def check_same_on_every_pass(data: Iterable[Batch]) -> None:
-    """Raise if the data is shuffled or augmented anew in every pass."""
+    """Raise if the data is shuffled or augmented again in every pass."""
     if not same_on_every_pass(data):
         raise ValueError(
             "data differs from pass to pass (shuffling or augmentation), so that there is no fixed loss. "
@@ -64,7 +64,7 @@ def check_model(objective: "Objective", batch: Batch, *, allow_nondeterministic:
         drew = not torch.equal(random_state, _random_state(objective.device))
         tolerance = torch.finfo(objective.dtype).eps ** 0.75 * abs(float(loss))
         if drew or abs(float(again) - float(loss)) > tolerance:
-            raise ValueError(f"The model is random (dropout, or noise of its own). {EVAL_REMEDY}")
+            raise ValueError(f"The model is random (dropout, or its own noise). {EVAL_FIX}")
         if not objective.batch_statistics:
             _check_buffers(before, state)
             _check_mean(objective, batch, float(loss))
@@ -92,14 +92,14 @@ def _check_batch_norm(objective: "Objective") -> None:
             raise ValueError(
                 f"The batch norm layer {name!r} normalizes with the statistics of each batch, so that the "
                 "loss depends "
-                f"on how the data is batched. {EVAL_REMEDY}"
+                f"on how the data is batched. {EVAL_FIX}"
             )
 
 
 def _check_buffers(before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
     changed = [name for name, tensor in before.items() if not _equal(tensor, after[name])]
     if changed:
-        raise ValueError(f"The model changes its buffer {changed[0]!r} as it runs. {EVAL_REMEDY}")
+        raise ValueError(f"The model changes its buffer {changed[0]!r} as it runs. {EVAL_FIX}")
 
 
 def _check_scalar(loss: object) -> None:

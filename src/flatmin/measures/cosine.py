@@ -37,7 +37,7 @@ def sam_update_cosine(
         rho: the radius of the neighborhood.
         weight_decay: adds :math:`\frac{\lambda}{2} \lVert w \rVert^2` to the loss, for training that has it there.
         params: restricts the update to these parameters (or names).
-        allow_nondeterministic: do not refuse a random model; both updates see the same noise.
+        allow_nondeterministic: allow a random model; both updates see the same noise.
 
     Raises:
         ValueError: if rho < 0, or an update is zero or not finite, so that it has no direction.

@@ -20,7 +20,7 @@ class HessianOperator:
 
     Products are exact: batches are weighted by their sizes, and there are no finite differences. With one
     batch the graph of the gradient is built once and kept (and rebuilt when a weight or a buffer has
-    changed); with several, each product builds it anew, one batch at a time.
+    changed); with several, each product rebuilds it, one batch at a time.
 
     Args:
         model: any module, left as it was.
@@ -28,7 +28,7 @@ class HessianOperator:
         data: an iterable of ``(inputs, targets)`` batches.
         params: restricts the Hessian to these parameters (or names): one block on its diagonal.
         group: each rank holds a shard of the data; products are those of the whole.
-        allow_nondeterministic: do not refuse a random model or data.
+        allow_nondeterministic: allow a random model or random data.
 
     Attributes:
         dim: the number of weights, which vectors run over, flattened in the order of ``model.parameters()``.

@@ -3,7 +3,7 @@ r"""Lanczos' method with two-pass reorthogonalization: a symmetric operator as a
 After j steps :math:`H Q_j = Q_j T_j + \beta_j q_{j+1} e_j^\top` with orthonormal columns in :math:`Q_j`.
 Without reorthogonalization Q loses that as soon as an eigenvalue converges, and T shows copies ("ghosts") of
 it. Subtracting the projection on all earlier vectors twice keeps it to rounding (Giraud et al., 2005), at a
-cost that is small beside a Hessian-vector product.
+cost that is small compared with a Hessian-vector product.
 """
 
 import math
@@ -33,7 +33,7 @@ class Krylov:
 
     Attributes:
         alphas: the diagonal, float64.
-        betas: beside the diagonal, float64; the last one belongs to the next vector.
+        betas: the off-diagonal, float64; the last one belongs to the next vector.
         starts: at which steps a block starts: 0, and one more after every invariant subspace.
     """
 

@@ -52,7 +52,7 @@ class Landscape:
         return plots.landscape(self, kind, metric)
 
     def save_html(self, path: str | os.PathLike[str], metric: Literal["loss", "accuracy"] = "loss") -> None:
-        """Write a page with the surfaces of a 2-D landscape, to turn in a browser; it needs no network."""
+        """Write a page with the surfaces of a 2-D landscape, to rotate in a browser; it needs no network."""
         plots.landscape_page(self, path, metric)
 
 
@@ -88,7 +88,7 @@ def loss_landscape(
         span: how far to go.
         points: in each dimension; odd, so that the middle is on the grid.
         directions: "random", or "hessian" for the leading eigenvectors (each model's own, of norm 1).
-        cache: a file that holds every finished point. A landscape that was interrupted, even killed, goes on
+        cache: a file that holds every finished point. A landscape that was interrupted, even killed, resumes
             from it.
         seed: of the directions.
         move_1d: whether biases and the weights of norm layers move as well.
@@ -97,7 +97,7 @@ def loss_landscape(
         params: restricts the directions to these parameters (of the first model) or names.
         progress: whether to write the time left to standard error; if None, where that is a terminal.
         group: each rank holds a shard of the data; only the first one uses the cache.
-        allow_nondeterministic: do not refuse a random model or data.
+        allow_nondeterministic: allow a random model or random data.
 
     Raises:
         ValueError: if a setting is out of range, the models differ in shape, the loss is not finite at a

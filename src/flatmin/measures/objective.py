@@ -51,7 +51,7 @@ class Objective:
             if None.
         group: a process group in which each rank holds a shard of the data; the results are those of the
             whole.
-        allow_nondeterministic: do not refuse dropout, batch norm in train mode, shuffled or augmented data.
+        allow_nondeterministic: allow dropout, batch norm in train mode, shuffled or augmented data.
         batch_statistics: whether batch norm layers normalize with each batch's own statistics, whatever their
             mode.
 

@@ -65,7 +65,7 @@ class Bound:
         )
 
     def plot(self) -> "Figure":
-        """Return a matplotlib figure of what adds up to the bound, beside the range of the loss."""
+        """Return a matplotlib figure of the terms of the bound, next to the range of the loss."""
         return plots.bound(self)
 
 
@@ -111,7 +111,7 @@ def pac_bayes_bound(
         steps: the number of ascent steps.
         params: restricts w and k to these parameters (or names), as if the others had been fixed beforehand.
         group: each rank holds a shard of the data.
-        allow_nondeterministic: do not refuse a random model or data.
+        allow_nondeterministic: allow a random model or random data.
 
     Raises:
         ValueError: if rho, delta or loss_range are out of range, there are fewer than two examples, or a loss

@@ -33,7 +33,7 @@ def parameter_names(model: nn.Module, params: Params | None) -> list[str]:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the module that a compiled model wraps; refuse models whose weights live elsewhere."""
+    """Return the module that a compiled model wraps; raise for models whose weights are stored elsewhere."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):

@@ -1,4 +1,4 @@
-"""Pictures of what was measured. matplotlib and plotly, an extra, are imported where they are used."""
+"""Plots of what was measured. matplotlib and plotly, an extra, are imported when they are used."""
 
 import os
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ def new_figure(width: float = 6.0, height: float = 3.6) -> "Figure":
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError('Pictures need matplotlib: pip install "flatmin[lab]".') from error
+        raise ImportError('Plots need matplotlib: pip install "flatmin[lab]".') from error
     return Figure(figsize=(width, height), layout="constrained")
 
 
@@ -95,7 +95,7 @@ def bound(found: "Bound") -> "Figure":
 
 
 def score(found: "Score") -> "Figure":
-    """Draw the information for each set of hyperparameters, beside the score and its permutation null."""
+    """Draw the information for each set of hyperparameters, next to the score and its permutation null."""
     figure, axes = _axes(6.4)
     sets = [chosen for chosen, value in found.per_set.items() if np.isfinite(value)]
     names = ["{" + ", ".join(map(str, chosen)) + "}" for chosen in sets]

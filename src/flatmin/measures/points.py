@@ -16,10 +16,10 @@ Index = tuple[int, ...]
 
 
 class PointCache:
-    """Reads the points that are there, and appends new ones.
+    """Reads the points in the file, and appends new ones.
 
     Args:
-        path: the file; created with its folders if it is not there.
+        path: the file; created with its directories if it does not exist.
         header: what is measured, in JSON: another header is another landscape.
 
     Raises:
@@ -48,7 +48,7 @@ class PointCache:
 
     def _read(self) -> None:
         if not self.path.is_file():
-            raise ValueError(f"cache must be a file, {self.path} is a folder.")
+            raise ValueError(f"cache must be a file, {self.path} is a directory.")
         first, *lines = self.path.read_bytes().split(b"\n")
         try:
             found = json.loads(first)

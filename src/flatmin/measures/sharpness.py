@@ -96,7 +96,7 @@ def m_sharpness(
         params: restricts the perturbation to these parameters (or names).
         chunk_size: the largest number of examples to run at once; the data's batches if None.
         group: each rank holds a shard of the data; subsets do not cross ranks, unless m is all.
-        allow_nondeterministic: do not refuse a random model or data.
+        allow_nondeterministic: allow a random model or random data.
 
     Returns:
         The sharpness of each subset, their weighted mean and its standard error.

@@ -52,7 +52,7 @@ def top_eigenvalues(op: Operator, k: int = 5, *, tol: float = 1e-3, max_iter: in
 
     It stops as soon as every residual :math:`\lVert H v - \lambda v \rVert` is at most
     :math:`tol\,|\lambda|`, which bounds the error of the eigenvalue by the same (and, where it is isolated,
-    by its square over the gap). When the Krylov space closes early, the search goes on in its complement, so
+    by its square over the gap). When the Krylov space closes early, the search continues in its complement, so
     that multiple eigenvalues found there count as often as they occur. It keeps one vector of ``op.dim``
     numbers for each product.
 

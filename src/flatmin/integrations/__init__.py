@@ -1,0 +1,1 @@
+"""One line in a trainer: each module imports its trainer, so import the one you need. May import `flatmin.core`."""

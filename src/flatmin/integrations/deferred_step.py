@@ -1,0 +1,95 @@
+"""SAM for trainers: its gradient is one call, the base optimizer's step is another."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from flatmin.core.checks import shares_of
+from flatmin.core.optimizer_wrapper import with_own_hooks
+from flatmin.core.sam import SAM
+
+
+class DeferredSAM(SAM):
+    """Leaves the gradient of a SAM step in the parameters, and steps with it later.
+
+    Trainers unscale and clip gradients between the backward pass and the step. They do so once per step here, on the
+    gradient that the base optimizer uses, whatever passes it was made from.
+
+    Example:
+        >>> w = nn.Parameter(torch.tensor([1.0]))
+        >>> opt = DeferredSAM(torch.optim.SGD([w], lr=0.1), rho=0.5)
+        >>> def closure():
+        ...     opt.zero_grad()
+        ...     loss = (w**2).sum() / 2
+        ...     loss.backward()
+        ...     return loss
+        >>> opt.compute_gradient(closure)
+        tensor(0.5000)
+        >>> w.grad
+        tensor([1.5000])
+        >>> opt.step()
+        >>> w.data
+        tensor([0.8500])
+    """
+
+    _is_computing = False
+
+    def compute_gradient(
+        self,
+        closure: Callable[[], Any],
+        *,
+        rest: Callable[[], Any] | None = None,
+        weights: Sequence[float] | None = None,
+    ) -> Tensor | None:
+        """Run all passes of a step, and return its loss; the arguments are those of :meth:`flatmin.SAM.step`."""
+        self._state.revoke_step()
+        self._is_computing = True
+        try:
+            if rest is None:
+                loss = self._step_closure(closure, None)
+            else:
+                loss = self._step_micro_batches([closure], rest, shares_of([closure], rest, weights))
+        finally:
+            self._is_computing = False
+        self._state.allow_step(self._passes.parameters())
+        return loss
+
+    @with_own_hooks
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Take the base optimizer's step; a closure is called once before it, and has to compute the gradient."""
+        loss = None if closure is None else closure()
+        self._step_ready()
+        return loss
+
+    def _base_step(self) -> None:
+        if not self._is_computing:
+            super()._base_step()
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Raise for settings that SAM does not take, before there is a model.
+
+    Raises:
+        TypeError: an unknown setting, or one that the trainer decides.
+        ValueError: a setting out of its range.
+    """
+    settings = dict(settings)
+    part = settings.pop("part", 1.0)
+    if isinstance(part, bool) or not isinstance(part, int | float) or not 0 < part <= 1:
+        raise ValueError(
+            f"part must be a number in (0, 1], got {part!r}: the share of the batch that SAM is applied to."
+        )
+    if "model" in settings or "base" in settings:
+        raise TypeError("The trainer passes SAM its model and base optimizer. Leave `model` and `base` out.")
+    SAM(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), **settings)
+
+
+def check_base(base: Optimizer) -> None:
+    """Raise if an optimizer is a SAM already."""
+    if isinstance(base, SAM):
+        raise TypeError(
+            "The optimizer is a SAM already, and would be wrapped in another one. Return its base optimizer instead."
+        )

@@ -1,0 +1,121 @@
+"""SAM in the Hugging Face Trainer: ``SAMTrainer(..., sam={"rho": 0.05})``."""
+
+import contextlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer
+
+from flatmin.core.batch_split import split_batch
+from flatmin.integrations.deferred_step import DeferredSAM, check_base, check_settings
+
+Inputs = Mapping[str, Any]
+_Trainer: Any = Trainer if TYPE_CHECKING else object
+
+
+class SAMMixin(_Trainer):
+    """Makes a subclass of :class:`transformers.Trainer` train with SAM: ``class MyTrainer(SAMMixin, Seq2SeqTrainer)``.
+
+    One optimizer step is one SAM step, with one perturbation for all micro-batches of a worker. Gradient accumulation,
+    clipping, schedules, DDP, bf16, fp16 with its scaler, and ``resume_from_checkpoint`` work as before.
+    ``training_step`` keeps the micro-batches of a step, runs all passes when it gets the last one, and returns the loss
+    at w.
+
+    The training logs have two more values: ``sharpness``, the loss at w + eps minus that at w in the last step, and
+    ``sam_grad_norm``, the norm of the gradient at w. ``grad_norm`` is that of SAM's gradient, which is clipped.
+
+    Args:
+        sam: the settings of :class:`flatmin.SAM`, such as ``{"rho": 0.05, "every": 4}``, and ``part``: the share of
+            each micro-batch that SAM is applied to. Inputs must then be tensors of examples.
+
+    Raises:
+        TypeError, ValueError: a setting that SAM does not take, or DeepSpeed.
+    """
+
+    def __init__(self, *args: Any, sam: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        self.sam_settings = dict(sam or {})
+        check_settings(self.sam_settings)
+        self._part = self.sam_settings.pop("part", 1.0)
+        self._micro_batches: list[Inputs] = []
+        super().__init__(*args, **kwargs)
+        if getattr(self, "is_deepspeed_enabled", False):
+            raise ValueError(
+                "DeepSpeed replaces the optimizer's step, so that SAM cannot be used with it. Use DDP or FSDP2."
+            )
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """Wrap the Trainer's optimizer, or the one that was passed to it, in SAM."""
+        base = super().create_optimizer(*args, **kwargs)
+        if not isinstance(base, DeferredSAM):
+            check_base(base)
+            self.optimizer = self.sam = DeferredSAM(base, **self.sam_settings)
+        return self.sam
+
+    def training_step(
+        self, model: nn.Module, inputs: Inputs, num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor | None:
+        """Keep the micro-batch; if it is the last of its step, run all passes over all micro-batches."""
+        self._micro_batches.append(inputs)
+        if not self.accelerator.sync_gradients:
+            return torch.zeros((), device=self.args.device)
+        micro_batches, self._micro_batches = self._micro_batches, []
+        if self.sam.model is not model:
+            self.sam.model = model  # as the Trainer wrapped it
+        if self._part == 1 or not self.sam.needs_perturbed_pass:
+            whole = [_Piece(inputs, share=1.0) for inputs in micro_batches]
+            return self.sam.compute_gradient(lambda: self._run(model, whole, num_items_in_batch, share=1.0))
+        splits = [split_batch(dict(inputs), self._part, None) for inputs in micro_batches]
+        parts = [_Piece(s.micro_batches[0], share=s.sizes[0] / sum(s.sizes)) for s in splits]
+        rests = [_Piece(s.rest, share=s.sizes[1] / sum(s.sizes)) for s in splits if s.rest is not None]
+        num_examples = [sum(s.sizes[0] for s in splits), sum(sum(s.sizes[1:]) for s in splits)]
+        part, rest = (count / sum(num_examples) for count in num_examples)
+        return self.sam.compute_gradient(
+            lambda: self._run(model, parts, num_items_in_batch, share=part),
+            rest=(lambda: self._run(model, rests, num_items_in_batch, share=rest)) if rests else None,
+            weights=[part, rest] if rests else None,
+        )
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Add SAM's metrics to the training logs."""
+        if "loss" in logs and hasattr(self, "sam"):
+            metrics = self.sam.metrics
+            logs |= {"sharpness": metrics.sharpness.item(), "sam_grad_norm": metrics.grad_norm.item()}
+        super().log(logs, *args, **kwargs)
+
+    def _run(self, model: nn.Module, pieces: list["_Piece"], num_items: Any, share: float) -> Tensor:
+        """Run the forward and backward passes of some pieces and return their mean loss.
+
+        SAM multiplies the gradient by the ``share`` of the pieces in the batch. The Trainer divides losses by the
+        number of items (tokens, say) in the whole batch, or takes the mean of each micro-batch and divides by their
+        number. Both divisors are scaled, so that the sum over all pieces is the Trainer's gradient.
+        """
+        self.sam.zero_grad()
+        no_sync = getattr(model, "no_sync", contextlib.nullcontext)  # of DistributedDataParallel
+        num_micro_batches: float = self.current_gradient_accumulation_steps  # type: ignore[has-type]
+        losses = []
+        try:
+            for i, piece in enumerate(pieces):
+                self.current_gradient_accumulation_steps = num_micro_batches * share / piece.share
+                with no_sync() if i < len(pieces) - 1 else contextlib.nullcontext():
+                    losses.append(
+                        super().training_step(
+                            model, piece.inputs, num_items if share == 1 or num_items is None else num_items * share
+                        )
+                    )
+        finally:
+            self.current_gradient_accumulation_steps = num_micro_batches
+        return torch.stack(losses).sum()
+
+
+class _Piece(NamedTuple):
+    """Some examples of a micro-batch."""
+
+    inputs: Inputs
+    share: float
+    """Of the examples of the micro-batch."""
+
+
+class SAMTrainer(SAMMixin, Trainer):
+    """The Hugging Face Trainer with SAM: ``SAMTrainer(model, args, train_dataset=..., sam={"rho": 0.05})``."""

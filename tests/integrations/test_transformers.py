@@ -1,0 +1,239 @@
+"""SAM in the Hugging Face Trainer, against plain loops with SAM."""
+
+import copy
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers_cases as cases
+from transformers import Trainer
+
+from flatmin import SAM
+from flatmin.integrations.transformers import SAMMixin, SAMTrainer
+
+pytestmark = pytest.mark.filterwarnings(r"ignore:.*pin_memory.*", "ignore:.*Gradient accumulation.*")
+
+
+class Recording(SAMTrainer):
+    """Keeps the micro-batches of every step."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.steps, self.num_items = [], []
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        if not self._micro_batches:
+            self.steps.append([])
+            self.num_items.append(num_items_in_batch)
+        self.steps[-1].append({name: value.clone() for name, value in inputs.items()})
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+def difference(a, b):
+    return max((s - t).abs().max().item() for s, t in zip(a.values(), b.values(), strict=True))
+
+
+def plain_loop(steps, loss_of, rho=0.1, part=1.0, clip=None, language_model=False, lr=0.1, **settings):
+    """Return the weights and losses of the same steps in a plain loop on whole batches."""
+    model = cases.make_model(language_model).train()
+    opt = SAM(torch.optim.SGD(model.parameters(), lr=lr), rho=rho, model=model, **settings)
+    if clip is not None:
+        opt.base.register_step_pre_hook(lambda *_: torch.nn.utils.clip_grad_norm_(model.parameters(), clip) and None)
+    losses = []
+    for micro_batches in steps:
+        # The part of the batch is made of the parts of its micro-batches.
+        cut = [round(part * len(b["labels"])) for b in micro_batches]
+        pieces = [{k: v[:c] for k, v in b.items()} for b, c in zip(micro_batches, cut, strict=True)]
+        pieces += [{k: v[c:] for k, v in b.items()} for b, c in zip(micro_batches, cut, strict=True)]
+        batch = {k: torch.cat([piece[k] for piece in pieces]) for k in micro_batches[0]}
+        losses.append(opt.step_batch(lambda b: loss_of(model, b), batch, part=part).item())
+    return model.state_dict(), losses
+
+
+def mean_loss(model, batch):
+    return model(**batch).loss
+
+
+@pytest.mark.parametrize("sam", [{}, {"part": 0.5}, {"part": 0.25}, {"every": 2}, {"ascent_steps": 2}], ids=str)
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_trains_as_a_plain_loop_does(sam, clip):
+    """Classification, where BERT returns the mean loss of a micro-batch."""
+    settings = {"max_grad_norm": clip or 0.0, "gradient_accumulation_steps": 1, "lr_scheduler_type": "constant"}
+    trainer = cases.make_trainer({"rho": 0.1, **sam}, Recording, **settings)
+    trainer.train()
+    expected, losses = plain_loop(trainer.steps, mean_loss, clip=clip, **sam)
+    assert difference(trainer.model.state_dict(), expected) < 1e-6
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["loss"] for entry in logged] == pytest.approx(losses, abs=1e-4)
+    assert logged[0]["sharpness"] > 0
+    assert logged[0]["sam_grad_norm"] > 0
+    assert difference(plain_loop(trainer.steps, mean_loss, rho=0.0, clip=clip)[0], expected) > 1e-5
+
+
+def test_accumulation_of_language_models_counts_every_token_once():
+    """With a part, the plain gradient is that of all tokens, however many each example has."""
+    settings = {"language_model": True, "gradient_accumulation_steps": 3, "lr_scheduler_type": "constant"}
+    weights = {}
+    for name, sam in {
+        "SGD": {"rho": 0.0},
+        "weight 0": {"part": 0.5, "weight": 0.0},
+        "tiny": {"part": 0.5, "rho": 1e-7},
+    }.items():
+        trainer = cases.make_trainer(sam, Recording, **settings)
+        trainer.train()
+        weights[name] = trainer.model.state_dict()
+    model = cases.make_model(language_model=True).train()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert [len(step) for step in trainer.steps] == [3, 3, 2]
+    for micro_batches, num_items in zip(trainer.steps, trainer.num_items, strict=True):
+        batch = {k: torch.cat([b[k] for b in micro_batches]) for k in micro_batches[0]}
+        opt.zero_grad()
+        model(**batch, num_items_in_batch=num_items).loss.backward()
+        opt.step()
+    for name, state in weights.items():
+        assert difference(state, model.state_dict()) < (1e-4 if name == "tiny" else 1e-6), name
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_one_perturbation_for_all_micro_batches(accumulation):
+    settings = {"gradient_accumulation_steps": accumulation, "lr_scheduler_type": "constant"}
+    trainer = cases.make_trainer({"rho": 0.1}, Recording, language_model=True, **settings)
+    trainer.train()
+    num_items = iter([n for n in trainer.num_items for _ in range(2)])  # two passes
+
+    def token_loss(model, batch):
+        return model(**batch, num_items_in_batch=next(num_items)).loss
+
+    expected, _ = plain_loop(trainer.steps, token_loss, language_model=True)
+    assert difference(trainer.model.state_dict(), expected) < 1e-6
+
+
+@pytest.mark.parametrize("sam", [{}, {"every": 3, "part": 0.5}, {"direction": "random"}], ids=str)
+def test_resume_from_checkpoint_is_exact(sam, tmp_path):
+    settings = {
+        "dropout": 0.1,
+        "optim": "adamw_torch",
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "learning_rate": 1e-3,
+    }
+    whole = cases.make_trainer({"rho": 0.1, **sam}, output_dir=str(tmp_path), **settings)
+    whole.train()
+    torch.manual_seed(7)
+    resumed = cases.make_trainer({"rho": 0.1, **sam}, output_dir=str(tmp_path), **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert difference(whole.model.state_dict(), resumed.model.state_dict()) == 0
+
+
+class Overflowing(Recording):
+    """Has a gradient that is not finite in its first step."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if len(self.steps) == 1:
+            next(model.parameters()).grad.fill_(torch.inf)
+        return loss
+
+
+def test_gradient_scaler():
+    """As ``fp16=True`` makes one on a GPU. The scale cancels out, and a skipped step does not count for ``every``."""
+    settings = {"gradient_accumulation_steps": 1, "lr_scheduler_type": "constant"}
+    trainer = cases.make_trainer({"rho": 0.1, "every": 2}, Overflowing, **settings)
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    trainer.train()
+    assert trainer.accelerator.scaler.get_scale() == 512
+    expected, _ = plain_loop(trainer.steps[1:], mean_loss, every=2)
+    assert difference(trainer.model.state_dict(), expected) < 1e-6
+
+
+def test_bf16():
+    trainer = cases.make_trainer(
+        {"rho": 0.1}, Recording, bf16=True, gradient_accumulation_steps=1, lr_scheduler_type="constant"
+    )
+    trainer.train()
+    expected, _ = plain_loop(trainer.steps, mean_loss)
+    assert 0 < difference(trainer.model.state_dict(), expected) < 2e-2
+
+
+def test_mixin_for_other_trainers_and_own_optimizers():
+    class Own(Trainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            return 2 * super().compute_loss(model, inputs, *args, **kwargs)
+
+    class OwnWithSAM(SAMMixin, Own):
+        pass
+
+    trainer = cases.make_trainer({"rho": 0.1}, OwnWithSAM, gradient_accumulation_steps=1)
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] > 1  # twice log(2)
+    trainer = cases.make_trainer({"rho": 0.1})
+    trainer.optimizer = SAM(torch.optim.SGD(trainer.model.parameters(), lr=0.1))
+    with pytest.raises(TypeError, match="SAM already"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("sam", "error", "message"),
+    [({"rho": -1.0}, ValueError, "rho"), ({"part": 0}, ValueError, "part"), ({"radius": 1}, TypeError, "radius")],
+)
+def test_wrong_settings_raise_at_once(sam, error, message):
+    with pytest.raises(error, match=message):
+        cases.make_trainer(sam)
+
+
+def test_ddp(tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    script = (
+        "import flatmin.lab.data.torchvision_operators, sys, transformers_cases; transformers_cases.main(sys.argv[1])"
+    )
+    (tmp_path / "script.py").write_text(script)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={port}"]
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        [*launcher, str(tmp_path / "script.py"), str(tmp_path)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), "ACCELERATE_USE_CPU": "1"},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stderr
+    for name, part in {"whole": 1.0, "part": 0.5}.items():
+        (steps, state), (others, same) = (torch.load(tmp_path / f"{name}-{rank}.pt") for rank in range(2))
+        assert difference(state, same) == 0
+        model = cases.make_model().train()
+        num_steps = len(steps) // 2  # of two micro-batches
+        base = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(num_steps):
+            grads = []
+            for micro_batches in (steps, others):
+                worker = copy.deepcopy(model)
+                sam = SAM(torch.optim.SGD(worker.parameters(), lr=0.0), rho=0.1)
+                first, second = micro_batches[2 * step : 2 * step + 2]
+                cut = round(part * 4)
+                pieces = (
+                    [first, second] if part == 1 else [b | {k: v[:cut] for k, v in b.items()} for b in (first, second)]
+                )
+                rests = [{k: v[cut:] for k, v in b.items()} for b in (first, second)]
+
+                def closure(pieces=pieces, sam=sam, worker=worker):
+                    sam.zero_grad()
+                    loss = sum(worker(**piece).loss for piece in pieces)
+                    loss.backward()
+                    return loss
+
+                if part == 1:
+                    sam.step(closure)
+                else:
+                    sam.step([closure], rest=lambda: closure(rests), weights=[1, 1])
+                grads.append([p.grad for p in worker.parameters()])
+            for p, g, h in zip(model.parameters(), *grads, strict=True):
+                p.grad = (g + h) / 2
+            base.param_groups[0]["lr"] = 0.1 * (1 - step / num_steps)
+            base.step()
+        assert difference(state, model.state_dict()) < 1e-6, name

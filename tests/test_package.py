@@ -1,0 +1,73 @@
+"""The package as users get it: the wheel and the sdist, installed into an empty environment."""
+
+import re
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import flatmin
+from flatmin.cli import main
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_version_option(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith(f"flatmin {flatmin.__version__} (torch ")
+
+
+def test_citation_has_the_version():
+    assert re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)[1] == flatmin.__version__
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """Build an sdist from a copy of the tracked files, and a wheel from the sdist."""
+    folder = tmp_path_factory.mktemp("dist")
+    source = folder / "source"
+    source.mkdir()
+    tracked = ["pyproject.toml", "README.md", "LICENSE", "src"]
+    subprocess.run(["cp", "-r", *(str(ROOT / name) for name in tracked), str(source)], check=True)
+    hatchling = [sys.executable, "-m", "hatchling", "build", "-d", str(folder)]
+    subprocess.run([*hatchling, "-t", "sdist"], cwd=source, check=True, capture_output=True)
+    (sdist,) = folder.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    subprocess.run(
+        [*hatchling, "-t", "wheel"], cwd=folder / sdist.name.removesuffix(".tar.gz"), check=True, capture_output=True
+    )
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def test_wheel_has_every_file_of_the_sources(built):
+    with zipfile.ZipFile(built) as wheel:
+        names = {name for name in wheel.namelist() if name.startswith("flatmin/")}
+    sources = {
+        str(path.relative_to(ROOT / "src"))
+        for path in (ROOT / "src/flatmin").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert names == sources
+
+
+def test_wheel_works_in_an_empty_environment(built, tmp_path):
+    """Dependencies are those of this environment; flatmin itself is the wheel's."""
+    venv.create(tmp_path, symlinks=True)
+    python = tmp_path / "bin/python"
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-index", "--no-deps"]
+    subprocess.run([*pip, str(built)], check=True, capture_output=True)
+    (packages,) = tmp_path.glob("lib/python*/site-packages")
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    code = "import flatmin; print(flatmin.__file__, flatmin.SAM.__name__)"
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.stdout.split() == [str(packages / "flatmin/__init__.py"), "SAM"], done.stderr
+    done = subprocess.run([tmp_path / "bin/flatmin", "--version"], capture_output=True, text=True, env=environment)
+    assert done.stdout.startswith(f"flatmin {flatmin.__version__}"), done.stderr
