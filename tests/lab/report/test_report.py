@@ -536,6 +536,14 @@ def test_figures_have_the_color_of_the_text_on_the_page_and_a_white_background_a
         assert '<rect width="100%" height="100%" fill="#fff"/>' in file.read_text()
 
 
+def test_folded_tables_open_when_clicked(tmp_path):
+    tables = [Table(title=f"T {folded}", columns=["a"], rows=[["x"]], folded=folded) for folded in (False, True)]
+    text = page_of([simple(tables=tables)], tmp_path)
+    assert "<summary>T True</summary>" in text
+    assert "<summary>T False</summary>" not in text
+    assert len(Page(text).tables) == 2
+
+
 def test_runs_have_different_anchors():
     assert run_anchors(["a b", "a_b", "a b"]) == {"a b": "run-a_b", "a_b": "run-a_b-2"}
 

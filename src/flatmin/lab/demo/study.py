@@ -206,6 +206,7 @@ def _tuning(settings: dict[str, Any]) -> Table:
     return Table(
         title="How network, learning rate and rho were chosen",
         columns=("noisy labels", "network", "learning rate", "rho", "validation error"),
+        folded=True,
         rows=rows,
         note="On held-out validation digits, with other seeds; the test set was not used. First network and learning "
         "rate for SGD, then rho for SAM, for each noise rate.",

@@ -167,7 +167,7 @@ def _overview(findings: Sequence[Findings], anchors: Sequence[str], records: dic
                 "claim": verdict.claim,
                 "status": verdict.status,
                 "effects": [_effect(c, r) for c, r in zip(verdict.comparisons, relative, strict=True)],
-                "cost": time_text(_cost(one, verdict, records)),
+                "cost": time_text(cost) if (cost := _cost(one, verdict, records)) else NOTHING,
             }
         )
         for comparison, effect in zip(verdict.comparisons, relative, strict=True):

@@ -45,6 +45,7 @@ class ShownTable:
     """Whether there is a second line of titles, as something is claimed."""
     rows: Sequence[Sequence[ShownCell]]
     note: str
+    folded: bool
 
     @property
     def traced(self) -> list[tuple[str, ShownCell]]:
@@ -78,7 +79,13 @@ def shown_table(table: Table) -> ShownTable:
         for row in table.rows
     ]
     return ShownTable(
-        title=table.title, caption=caption(table), columns=columns, has_parts=has_parts, rows=rows, note=table.note
+        title=table.title,
+        caption=caption(table),
+        columns=columns,
+        has_parts=has_parts,
+        rows=rows,
+        note=table.note,
+        folded=table.folded,
     )
 
 

@@ -249,6 +249,7 @@ def _choices(entries: Sequence[MethodResult]) -> Table | None:
     return Table(
         title="What was chosen on the validation split",
         columns=("condition", "method", "setting", "validation error", ""),
+        folded=True,
         rows=rows,
         note="One run each, with a seed that none of the replicas has; the test set had no part in it.",
     )

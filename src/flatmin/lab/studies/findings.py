@@ -62,6 +62,8 @@ class Table:
     columns: Sequence[str]
     rows: Sequence[Sequence[str | Cell | Comparison]]
     note: str = ""
+    folded: bool = False
+    """Whether it opens only when clicked: what few readers look for."""
 
 
 @dataclass(frozen=True, kw_only=True)
