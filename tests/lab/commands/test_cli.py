@@ -76,7 +76,7 @@ MISTAKES = [
     (["report", "--runs", "nowhere"], 2, "There are no runs in nowhere"),
     (["report", "table1", "--scale", "smoke", "--out", "/dev/null/page"], 4, "cannot be written"),
     (["reproduce", "table1", "--scale", "smoke", "--only", "tabel1/wrn"], 2, "no run has that in its name"),
-    (["show", "nothing"], 2, "'nothing' is neither the directory of a run nor the beginning"),
+    (["show", "nothing"], 2, "'nothing' is neither the directory of a run nor the start"),
     (["measure", "sharpness", "nothing"], 2, "'nothing' is neither"),
 ]
 

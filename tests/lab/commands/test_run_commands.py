@@ -146,7 +146,7 @@ def test_a_name_that_fits_many_runs_shows_the_first_few(capsys, tmp_path):
         (tmp_path / f"runs/digits-{number:02d}/spec.json").write_text("{}")
     code, _, err = run(capsys, "show", "digits")
     assert code == 2
-    assert "12 runs in runs begin with 'digits'" in err
+    assert "12 runs in runs start with 'digits'" in err
     assert "digits-04, ..." in err
     assert "digits-05" not in err
 
@@ -162,16 +162,16 @@ def test_the_whole_name_of_a_run_is_not_only_the_beginning_of_another(capsys, tm
 def test_a_folder_that_is_not_there_is_said_to_be_missing(capsys):
     code, _, err = run(capsys, "list", "runs", "--runs", "nowhere")
     assert code == 2
-    assert "There is no folder nowhere" in err
+    assert "There is no directory nowhere" in err
     code, out, _ = run(capsys, "list")
     assert code == 0
-    assert "There is no folder runs" in out
+    assert "There is no directory runs" in out
 
 
 def test_folders_with_runs_inside_the_folder_are_named(capsys, tmp_path):
     (tmp_path / "runs/reproduce/digits-x").mkdir(parents=True)
     (tmp_path / "runs/reproduce/digits-x/spec.json").write_text("{}")
-    hint = "There are runs in runs/reproduce: choose with --runs."
+    hint = "There are runs in runs/reproduce: choose one with --runs."
     assert hint in run(capsys, "list", "runs")[1]
     code, _, err = run(capsys, "show", "digits-x")
     assert code == 2

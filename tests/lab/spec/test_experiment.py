@@ -140,8 +140,8 @@ def test_an_error_names_the_field_the_value_and_what_is_allowed(build, field, va
     [
         ("{", "not a spec in JSON"),
         ("[]", "must be a JSON object"),
-        ('{"epoch": 3}', "epoch is no field. Did you mean 'epochs'?"),
-        ('{"optim": {"rh": 3}}', "optim.rh is no field. Did you mean 'rho'?"),
+        ('{"epoch": 3}', "epoch is an unknown field. Did you mean 'epochs'?"),
+        ('{"optim": {"rh": 3}}', "optim.rh is an unknown field. Did you mean 'rho'?"),
         ('{"epochs": "3"}', "epochs must be of type int; got '3'"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Runs and numbers as people and scripts meet them on the command line."""
+"""Runs, tables and numbers on the command line."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,10 +13,10 @@ NUM_SHOWN = 5
 
 
 def find_run(name: str, runs: Path) -> Path:
-    """Return the directory of a run, given as a path or as the beginning of a name.
+    """Return the directory of a run, given as a path or as the start of a name.
 
     Raises:
-        RunError: no run, or several, fit.
+        RunError: no run, or several, match.
     """
     for path in (Path(name), runs / name):
         if (path / "spec.json").exists():
@@ -26,25 +26,25 @@ def find_run(name: str, runs: Path) -> Path:
         return found[0]
     if found:
         first = ", ".join(path.name for path in found[:NUM_SHOWN]) + (", ..." if len(found) > NUM_SHOWN else "")
-        raise RunError(f"{len(found)} runs in {runs} begin with {name!r}: {first}. Give more of the name.")
+        raise RunError(f"{len(found)} runs in {runs} start with {name!r}: {first}. Give more of the name.")
     raise RunError(
-        f"{name!r} is neither the directory of a run nor the beginning of a name in {runs}. "
+        f"{name!r} is neither the directory of a run nor the start of a name in {runs}. "
         f"{where_runs_are(runs) or f'`flatmin list runs --runs {runs}` shows all.'}"
     )
 
 
 def where_runs_are(runs: Path) -> str:
-    """Return one sentence where a folder has no runs: it is not there, or they are in folders inside; else nothing."""
+    """Return one sentence if a directory has no runs: it does not exist, or they are in directories inside; else ""."""
     if not runs.is_dir():
-        return f"There is no folder {runs}: nothing was trained there. Choose another with --runs."
+        return f"There is no directory {runs}. Choose another one with --runs."
     inside = sorted({str(path.parent.parent) for path in runs.glob("*/*/spec.json")})
     if inside and not run_directories(runs):
-        return f"There are runs in {', '.join(inside)}: choose with --runs."
+        return f"There are runs in {', '.join(inside)}: choose one with --runs."
     return ""
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[tuple[str, ...]]) -> Table:
-    """Return a table for the terminal whose cells break instead of being cut."""
+    """Return a table for the terminal whose cells wrap instead of being cut."""
     found = Table(title=title, title_justify="left")
     for column in columns:
         found.add_column(column, overflow="fold")

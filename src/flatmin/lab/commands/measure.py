@@ -1,4 +1,4 @@
-"""``flatmin measure``: how flat is the minimum that a run found?"""
+"""``flatmin measure``: how flat is the minimum of a run?"""
 
 import dataclasses
 import hashlib
@@ -18,30 +18,30 @@ from flatmin.lab.commands.progress import write_event
 from flatmin.lab.errors import RunError, SpecError
 from flatmin.lab.sweeps.jobs import MeasurementKind, MeasurementResult
 
-SHOWN_LISTS = ("eigenvalues", "residuals")  # the others are curves and grids, which only the files have
+SHOWN_LISTS = ("eigenvalues", "residuals")  # the others are curves and grids, which are only in the files
 
 
 @dataclass(frozen=True)
 class MeasureCommand:
-    """What all measures have in common."""
+    """The settings that all measures share."""
 
     kind: ClassVar[MeasurementKind]
 
     run_name: Annotated[str, tyro.conf.Positional]
-    """The run's directory, or its name (or the beginning of it) in the folder of runs."""
+    """The run's directory, or its name (or the start of it) in the directory of runs."""
     runs: Path = Path("runs")
-    """The folder of all runs."""
+    """The directory of all runs."""
     data_root: Path | None = None
-    """The first folder in which datasets are looked for."""
+    """The first directory in which datasets are searched for."""
     epoch: int | None = None
-    """Measure the weights after this epoch, which the run kept (--keep-every); the last ones if None."""
+    """Measure the weights after this epoch, which the run saved (--keep-every); the final ones if None."""
     num_examples: int | None = None
-    """Measure on the first so many training examples; on all if None."""
+    """Measure on this many training examples, the first ones; on all if None."""
     output: Literal["table", "json"] = "table"
-    """table: for people; json: one JSON object, for scripts."""
+    """table: human-readable; json: one JSON object."""
 
     def check(self) -> None:
-        """Check every setting, before anything is read.
+        """Check every setting before anything is read.
 
         Raises:
             SpecError: a setting has a value that is not allowed.
@@ -50,7 +50,7 @@ class MeasureCommand:
         self._require("num_examples", self.num_examples is None or self.num_examples >= 1, "at least 1")
 
     def run(self, console: Console) -> None:
-        """Measure, write JSON and pictures into RUN/measures, print the numbers."""
+        """Measure, write JSON and plots to RUN/measures, print the numbers."""
         from flatmin.lab.sweeps.measurements import MEASURES  # not at the top: no other command needs them
         from flatmin.lab.training.trained_model import load_trained
 
@@ -64,7 +64,7 @@ class MeasureCommand:
             try:
                 facts = MEASURES[self.kind][0](trained, target, **self._settings())
             except ValueError as error:  # what the measures say of settings, losses and data they cannot take
-                raise RunError(f"{path} cannot be measured so: {error}") from error
+                raise RunError(f"{path} cannot be measured with these settings: {error}") from error
         if self.output == "json":
             write_event("measure", {"file": f"{target}.json", **facts})
             return
@@ -73,17 +73,17 @@ class MeasureCommand:
         console.print(table(f"{path}/measures", ("what", "value"), [*rows, ("files", "\n".join(files))]))
 
     def _settings(self) -> MeasurementResult:
-        """Return what the measure itself is given."""
+        """Return the settings of the measure itself."""
         common = {field.name for field in dataclasses.fields(MeasureCommand)} - {"num_examples"}
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in common}
 
     def _hash(self, checksum: str) -> str:
-        """Return ten digits that name settings and weights: neither other ones' results nor their caches are theirs."""
+        """Return ten digits that name settings and weights, so that no others share their results and caches."""
         key = json.dumps([self._settings(), checksum], sort_keys=True)
         return hashlib.sha256(key.encode()).hexdigest()[:10]
 
     def _shown_to_be_working(self, path: Path) -> Any:
-        if self.kind == "landscape":  # it writes how far it is itself
+        if self.kind == "landscape":  # it has its own progress bar
             return nullcontext()
         columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
         bar = Progress(*columns, console=Console(stderr=True), transient=True)
@@ -127,7 +127,7 @@ class MeasureSpectrum(MeasureCommand):
     kind = "spectrum"
 
     num_eigenvalues: int = 5
-    """How many of the largest."""
+    """How many of the largest eigenvalues."""
     steps: int = 80
     """Lanczos steps of the density."""
     probes: int = 4
@@ -178,7 +178,7 @@ class MeasureBound(MeasureCommand):
 
 @dataclass(frozen=True)
 class Measure:
-    """Measure how flat the minimum is that a run found; needs no finished run, only a checkpoint."""
+    """Measure how flat the minimum of a run is; the run need not be finished."""
 
     what: (
         Annotated[MeasureSharpness, tyro.conf.subcommand("sharpness", prefix_name=False)]

@@ -31,7 +31,7 @@ class Reproduce:
     scale: Scale = "laptop"
     """paper: its own settings (GPUs and data needed); laptop: small networks, real data, two cores; smoke: seconds."""
     runs: Path = Path("runs/reproduce")
-    """The folder of all runs; finished ones are never repeated, interrupted ones go on."""
+    """The directory of all runs; finished ones are not repeated, interrupted ones resume."""
     out: Path | None = None
     """Where the page goes; RUNS/report-SCALE if None."""
     only: tuple[str, ...] = ()
@@ -45,9 +45,9 @@ class Reproduce:
     threads: int = 0
     """Threads of each; 0 is one, or with GPUs an equal share of the cores."""
     data_root: Path | None = None
-    """The first folder in which datasets are looked for (then FLATMIN_DATA, ./data, the user's cache)."""
+    """The first directory in which datasets are searched for (then FLATMIN_DATA, ./data, the user's cache)."""
     checkpoint_seconds: float = CHECKPOINT_SECONDS
-    """Save after so many seconds of training."""
+    """Save after this many seconds of training."""
 
     def run(self, console: Console) -> None:
         """Run the items, one after the other; write the page after each."""
@@ -79,7 +79,7 @@ class Reproduce:
                 console.print(f"{item.source}: {item.title} ({item.name}, {self.scale})", style="bold")
                 try:
                     findings = item.study(self.scale, runner)
-                except (DataError, ModelError) as error:  # found, but damaged: the other items may not need it
+                except (DataError, ModelError) as error:  # found, but corrupt: the other items may not need it
                     skipped[item.name] = error
                     _raise_if_none_is_left(chosen, skipped)
                     console.print(f"{item.name} is left out: {error}", highlight=False, markup=False)

@@ -19,7 +19,7 @@ class Show:
     """Show a run: its settings, its last metrics, where it ran."""
 
     run_name: Annotated[str, tyro.conf.Positional]
-    """The run's directory, or its name (or the beginning of it) in the directory of runs."""
+    """The run's directory, or its name (or the start of it) in the directory of runs."""
     runs: Path = Path("runs")
     """The directory of all runs."""
     output: Literal["table", "json"] = "table"

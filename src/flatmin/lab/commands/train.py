@@ -18,19 +18,19 @@ Output = Literal["bar", "quiet", "json"]
 
 @dataclass(frozen=True)
 class Train:
-    """Train a network; the same command again returns the finished result, or goes on where it stopped."""
+    """Train a model; rerun the command to resume it, or to get its result."""
 
     experiment: Annotated[Experiment, tyro.conf.arg(name="")] = field(default_factory=Experiment)
     seed: int = 0
     """Initial weights, order, augmentation, random layers; at least 0."""
     runs: Path = Path("runs")
-    """The folder of all runs."""
+    """The directory of all runs."""
     data_root: Path | None = None
-    """The first folder in which datasets are looked for (then FLATMIN_DATA, ./data, the user's cache)."""
+    """The first directory in which datasets are searched for (then FLATMIN_DATA, ./data, the user's cache)."""
     output: Output = "bar"
-    """bar: progress for people; quiet: only the result; json: one JSON object a line, for scripts."""
+    """bar: progress bar; quiet: only the result; json: one JSON object per line."""
     checkpoint_seconds: float = CHECKPOINT_SECONDS
-    """Save after so many seconds of training."""
+    """Save after this many seconds of training."""
 
     def run(self, console: Console) -> None:
         """Train."""

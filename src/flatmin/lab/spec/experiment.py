@@ -25,7 +25,7 @@ Augment = Literal["none", "basic", "cutout", "autoaugment", "imagenet"]
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """The examples, and how they reach the network."""
+    """The examples, and how they reach the model."""
 
     name: str = "digits"
     """A dataset (`flatmin list` names them), or folder:PATH with PATH/{train,test}/CLASS/*.jpg."""
@@ -93,7 +93,7 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """The network, and the weights it starts from."""
+    """The model, and the weights it starts from."""
 
     name: str = "wrn-16-2"
     """wrn-DEPTH-WIDTH, resnet-20/32/44/56/110[-projection|-noshort], shake-shake-26-2xWIDTHd,
@@ -109,7 +109,7 @@ class Model:
     drop_connect: float = 0.0
     """Stochastic depth of the last block, rising linearly from 0; only models from timm (reference code: 0.2)."""
     checkpoint: str | None = None
-    """File with weights to start from (.safetensors, or torch's .pt/.pth), or run:NAME, a run of the same folder."""
+    """File of weights to start from (.safetensors, or torch's), or run:NAME, a finished run in the same directory."""
     head: Literal["auto", "new", "keep"] = "auto"
     """The last layer of a checkpoint: new initializes it afresh, keep needs the same number of classes, auto
     keeps it where the number of classes is the same."""
@@ -152,7 +152,7 @@ class Model:
         )
 
     def without_checkpoint(self) -> "Model":
-        """Return the same network with fresh weights."""
+        """Return the same model with fresh weights."""
         return dataclasses.replace(self, checkpoint=None, head="auto", freeze_batch_norm=False)
 
 
@@ -274,25 +274,25 @@ class Optim:
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """One network trained on one dataset; with a seed it is a run."""
+    """One model trained on one dataset; with a seed it is a run."""
 
     name: str = ""
-    """A label for people; it does not change the run."""
+    """A label; it does not change the run."""
     data: Data = field(default_factory=Data)
     model: Model = field(default_factory=Model)
     optim: Optim = field(default_factory=Optim)
     epochs: int = 10
     """Passes over the training set; 0 only evaluates model.checkpoint."""
     evaluate_every: int = 1
-    """Evaluate after every so many epochs, and after the last one."""
+    """Evaluate every this many epochs, and after the last one."""
     keep_every: int | None = None
-    """Keep the weights of the start and after every so many epochs, to be measured later; only the last if None."""
+    """Save the initial weights and those of every this many epochs, to be measured later; only the last if None."""
     stop_loss: float | None = None
-    """End after the first epoch whose mean training loss is at most this (the schedule stays that of all epochs)."""
+    """Stop after the first epoch whose mean training loss is at most this (the schedule stays that of all epochs)."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """bfloat16: autocast (weights stay float32); auto does that where the hardware has it."""
+    """bfloat16: autocast (weights stay float32); auto does that if the hardware supports it."""
     compile: bool = False
-    """Compile the network with torch.compile: slow to start, then faster."""
+    """Compile the model with torch.compile: slow to start, then faster."""
 
     def __post_init__(self) -> None:
         """Check every field."""

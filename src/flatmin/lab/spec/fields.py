@@ -23,7 +23,7 @@ def build(kind: Any, tree: object, path: str) -> Any:
     for name, value in tree.items():
         if name not in hints:
             hint = did_you_mean(str(name), hints)
-            raise SpecError(f"{path}{name} is no field.{hint} Allowed: {', '.join(hints)}.")
+            raise SpecError(f"{path}{name} is an unknown field.{hint} Allowed: {', '.join(hints)}.")
         options: tuple[Any, ...] = (hints[name], *get_args(hints[name]))
         inner = next((option for option in options if dataclasses.is_dataclass(option)), None)
         if inner is not None and value is not None:

@@ -1,14 +1,14 @@
-"""A loss that is no number any more, and what may help."""
+"""What may help if the loss diverges (NaN or inf)."""
 
 from flatmin.lab.spec.experiment import Optim
 
 
 def remedies(optim: Optim, precision: str) -> list[str]:
-    """Return what to try, given how the run went.
+    """Return what to try next.
 
     Args:
-        optim: how the run stepped.
-        precision: what it really computed in, "auto" resolved.
+        optim: the run's optimizer settings.
+        precision: the precision it used, "auto" resolved.
 
     Example:
         >>> remedies(Optim(lr=3.0, clip_norm=5.0), "float32")

@@ -1,4 +1,4 @@
-"""Loss and error rates of a network on a whole set of images, as at test time."""
+"""Loss and error of a model on a whole set of images, as at test time."""
 
 from collections.abc import Iterable
 from typing import Literal
@@ -11,11 +11,11 @@ from flatmin.lab.training.distributed import Workers
 from flatmin.lab.training.precision import autocast
 from flatmin.lab.training.steps import loss_and_error
 
-MANY_CLASSES = 100  # from here on the five best guesses are counted too, as for ImageNet
+MANY_CLASSES = 100  # from here on the top-5 error is measured too, as for ImageNet
 
 
 def what_is_evaluated(num_classes: int) -> tuple[str, ...]:
-    """Return the names of what `evaluate` measures."""
+    """Return the names of the metrics that `evaluate` returns."""
     return ("loss", "error", "top5_error") if num_classes >= MANY_CLASSES else ("loss", "error")
 
 
@@ -27,7 +27,7 @@ def evaluate(
     precision: Literal["float32", "bfloat16"],
     workers: Workers,
 ) -> dict[str, float]:
-    """Return the means over all examples of all workers; leaves the network in evaluation mode."""
+    """Return the means over all examples of all workers; leaves the model in evaluation mode."""
     network.eval()
     sums = torch.zeros(1 + len(names), dtype=torch.float64, device=workers.device)
     for batch in batches:

@@ -1,4 +1,4 @@
-"""A session of a run: where it stands, who is told, its clock, and the signals that may end it."""
+"""A session of a run: its progress, callback, clock, and the signals that may end it."""
 
 import json
 import signal
@@ -20,7 +20,7 @@ from flatmin.lab.training.steps import StepMetrics
 
 @dataclass
 class RunProgress:
-    """Where a run stands: with weights and optimizer, all that a checkpoint has to hold."""
+    """The progress of a run: with weights and optimizer, all that a checkpoint holds."""
 
     epoch: int = 0
     batch: int = 0
@@ -31,7 +31,7 @@ class RunProgress:
     """Of this worker in this epoch: examples, and over them loss, error, loss at w + eps, error at w + eps."""
 
     def to_state(self, sums: Tensor) -> dict[str, Any]:
-        """Return what a checkpoint keeps of it, given the sums of all workers."""
+        """Return what a checkpoint holds of it, given the sums of all workers."""
         return {
             "epoch": self.epoch,
             "batch": self.batch,
@@ -45,7 +45,7 @@ class RunProgress:
     def from_state(cls, state: dict[str, Any], workers: Workers) -> "RunProgress":
         """Read what `to_state` returned, for one of the workers, which may be others than those that saved."""
         sums: Tensor = state["sums"]
-        if len(sums) != workers.count:  # with another number of workers, the leader takes it all
+        if len(sums) != workers.count:  # with another number of workers, the main process takes it all
             sums = torch.cat([sums.sum(0, keepdim=True), sums.new_zeros(workers.count - 1, sums.shape[1])])
         return cls(
             epoch=state["epoch"],
@@ -58,43 +58,43 @@ class RunProgress:
 
 
 class Callback(Protocol):
-    """Is told how a run goes; called in the leading worker only."""
+    """Is called during a run, in the main process only."""
 
     def on_start(self, directory: Path, num_steps: int, step: int) -> None:
-        """The run begins, or goes on, at a step."""
+        """The run starts, or resumes, at a step."""
 
     def on_step(self, step: int, num_examples: int, measured: StepMetrics) -> None:
-        """A step was taken, on so many examples over all workers."""
+        """A step was taken, on ``num_examples`` examples over all workers."""
 
     def on_epoch(self, metrics: Metrics, speed: Metrics) -> None:
         """An epoch was completed and evaluated."""
 
 
 class Clock:
-    """Measures the time of training, without that of evaluation and saving, and knows when to save again."""
+    """Measures the time of training, without evaluation and saving, and says when to save again."""
 
     def __init__(self, checkpoint_seconds: float) -> None:
         self.checkpoint_seconds, self.saved_at = checkpoint_seconds, time.monotonic()
         self.num_examples, self.epoch_seconds = 0, 0.0
-        self.started_at: float | None = None  # None: it stands still
+        self.started_at: float | None = None  # None: it is stopped
 
     def start(self) -> None:
-        """Begin an epoch."""
+        """Start an epoch."""
         self.num_examples, self.epoch_seconds, self.started_at = 0, 0.0, time.monotonic()
 
     def stop(self) -> float:
-        """Stand still; return the seconds since the clock began to go, 0 if it stood still already."""
+        """Stop; return the seconds since the start, 0 if the clock was stopped already."""
         seconds = 0.0 if self.started_at is None else time.monotonic() - self.started_at
         self.started_at = None
         self.epoch_seconds += seconds
         return seconds
 
     def checkpoint_is_due(self) -> bool:
-        """Return whether enough time went by since the last checkpoint."""
+        """Return whether enough time has passed since the last checkpoint."""
         return time.monotonic() - self.saved_at >= self.checkpoint_seconds
 
     def saved(self) -> None:
-        """Note that a checkpoint was written, and go on."""
+        """Record that a checkpoint was written, and start again."""
         self.saved_at = self.started_at = time.monotonic()
 
     @property
@@ -105,17 +105,17 @@ class Clock:
 
 @dataclass
 class Interruption:
-    """Which signal came, if any."""
+    """Which signal arrived, if any."""
 
     signal_number: int = 0
 
 
 @contextmanager
 def deferred_signals() -> Iterator[Interruption]:
-    """Take note of SIGTERM and Ctrl-C instead of dying from them; a second Ctrl-C is obeyed at once."""
+    """Record SIGTERM and Ctrl-C instead of dying from them; a second Ctrl-C interrupts immediately."""
     interruption = Interruption()
     if threading.current_thread() is not threading.main_thread():
-        yield interruption  # only the main thread may ask for signals
+        yield interruption  # only the main thread may handle signals
         return
 
     def note(number: int, _: object) -> None:

@@ -65,7 +65,7 @@ class TrainedModel:
         """Return training examples, not augmented, with the labels they were trained with (noise included).
 
         Args:
-            num_examples: the first so many; all if None.
+            num_examples: how many, from the first on; all if None.
             batch_size: the largest number of examples in one batch.
         """
         return self._batches(self.dataset.train, num_examples, batch_size)
