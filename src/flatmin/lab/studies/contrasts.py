@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from flatmin.lab.runs.directory import Metrics
 from flatmin.lab.studies.findings import Cell, Comparison, Series, Verdict, VerdictStatus
@@ -231,22 +232,25 @@ def verdicts_at(scale: Scale, verdicts: Iterable[Verdict]) -> list[Verdict]:
 
 def along_training(name: str, outcomes: Iterable[Outcome], read: Callable[[Metrics], float | None]) -> list[Series]:
     """Return the mean over replicas of a number of each epoch, in %, with its interval; nothing where there is none."""
-    columns: dict[float, list[float]] = {}
+    columns: dict[float, dict[int, float]] = {}
     for outcome in outcomes:
         for line in outcome.result.history if outcome.result is not None else ():
             value = read(line)
             if value is not None:
-                columns.setdefault(float(line["epoch"] or 0), []).append(100 * value)
-    if not columns:
-        return []
-    y, half_width = series_interval(list(columns.values()))
-    return [Series(name=name, x=list(columns), y=y, half_width=half_width, mode="lines")]
+                columns.setdefault(float(line["epoch"] or 0), {})[outcome.job.seed] = 100 * value
+    return [series_over(name, columns, mode="lines")] if columns else []
 
 
-def series_interval(columns: Sequence[Sequence[float]]) -> tuple[list[float], list[float]]:
-    """Return the means and half-widths of columns of replicas; NaN where there is one replica."""
-    intervals = [mean_and_interval(column) for column in columns]
-    return [i.mean for i in intervals], [i.half_width for i in intervals]
+def series_over(name: str, values: Mapping[int, BySeed] | Mapping[float, BySeed], **look: Any) -> Series:
+    """Return the mean over replicas at each x with values, and half the width of its interval (NaN for one replica)."""
+    intervals = {x: mean_and_interval(list(column.values())) for x, column in values.items() if column}
+    y, half_width = [i.mean for i in intervals.values()], [i.half_width for i in intervals.values()]
+    return Series(name=name, x=list(intervals), y=y, half_width=half_width, **look)
+
+
+def runs_of(groups: Mapping[Any, Iterable[Outcome]]) -> tuple[str, ...]:
+    """Return the runs of several groups that are there, by the names of their directories."""
+    return run_names(outcome for outcomes in groups.values() for outcome in outcomes)
 
 
 def _last(outcome: Outcome, metric: str) -> float | None:

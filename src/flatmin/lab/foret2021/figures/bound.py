@@ -1,4 +1,9 @@
-"""Theorem 2: the PAC-Bayesian bound, term by term, of networks trained with SGD and with SAM (Appendix A.1)."""
+"""Theorem 2 (Appendix A.1): the PAC-Bayesian bound, term by term, of models trained with SGD and with SAM.
+
+    flatmin reproduce bound --scale laptop    # 12 minutes on two cores
+
+Not judged yet. All verdicts are in docs/reproduction.md.
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -20,8 +25,8 @@ from flatmin.lab.studies.contrasts import (
     measured_by_seed,
     metric_by_seed,
     number_cell,
-    run_names,
-    series_interval,
+    runs_of,
+    series_over,
 )
 from flatmin.lab.studies.findings import (
     Cell,
@@ -174,12 +179,12 @@ def _vacuous(outcomes: list[Outcome], measurement: Measurement) -> str:
 
 
 def _figure(found: Mapping[str, list[Outcome]], measurements: Mapping[float, Measurement]) -> LineFigure:
-    series = []
-    for method in METHODS:
-        totals = {rho: measured_by_seed(found[method], m, itemgetter("total")) for rho, m in measurements.items()}
-        known = {rho: list(values.values()) for rho, values in totals.items() if values}
-        y, half_width = series_interval(list(known.values()))
-        series.append(Series(name=method, x=list(known), y=y, half_width=half_width))
+    series = [
+        series_over(
+            method, {rho: measured_by_seed(found[method], m, itemgetter("total")) for rho, m in measurements.items()}
+        )
+        for method in METHODS
+    ]
     ends = [min(measurements), max(measurements)]
     series.append(Series(name="above this it says nothing", x=ends, y=[1.0, 1.0], mode="lines"))
     return LineFigure(
@@ -189,7 +194,7 @@ def _figure(found: Mapping[str, list[Outcome]], measurements: Mapping[float, Mea
         series=series,
         log_x=True,
         log_y=True,
-        runs=run_names(outcome for outcomes in found.values() for outcome in outcomes),
+        runs=runs_of(found),
     )
 
 

@@ -1,4 +1,9 @@
-"""The second-order terms of SAM's gradient (Figures 4 and 5, Appendix C.4)."""
+"""Figures 4 and 5 (Appendix C.4): the second-order terms of SAM's gradient.
+
+    flatmin reproduce second-order --scale laptop    # 20 minutes on two cores
+
+Not judged yet. All verdicts are in docs/reproduction.md.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -26,10 +31,10 @@ from flatmin.lab.studies.contrasts import (
     measured_by_seed,
     metric_by_seed,
     number_cell,
-    run_names,
-    series_interval,
+    runs_of,
+    series_over,
 )
-from flatmin.lab.studies.findings import Findings, LineFigure, Series, Table, Verdict, VerdictStatus, own_settings
+from flatmin.lab.studies.findings import Findings, LineFigure, Table, Verdict, VerdictStatus, own_settings
 from flatmin.lab.studies.item import Scale
 from flatmin.lab.sweeps.jobs import Measurement, Outcome
 from flatmin.lab.sweeps.runners import RecordingRunner, Runner
@@ -160,22 +165,17 @@ def _error_figure(found: Mapping[str, Sequence[Outcome]]) -> LineFigure:
             for metric, name in (("perturbed_error", "train, at w + eps"), ("test_error", "test"))
             for series in along_training(f"{name}, {order}", outcomes, methodcaller("get", metric))
         ],
-        runs=run_names(outcome for outcomes in found.values() for outcome in outcomes),
+        runs=runs_of(found),
     )
 
 
 def _cosine_figure(
     found: Mapping[str, Sequence[Outcome]], cosines: Mapping[str, Mapping[int, Mapping[int, float]]]
 ) -> LineFigure:
-    series = []
-    for order, looks in cosines.items():
-        known = {epoch: list(values.values()) for epoch, values in looks.items() if values}
-        y, half_width = series_interval(list(known.values()))
-        series.append(Series(name=f"{order} training", x=list(known), y=y, half_width=half_width))
     return LineFigure(
         title="Cosine between first- and second-order updates",
         x_label="epoch",
         y_label="cosine",
-        series=series,
-        runs=run_names(outcome for outcomes in found.values() for outcome in outcomes),
+        series=[series_over(f"{order} training", looks) for order, looks in cosines.items()],
+        runs=runs_of(found),
     )
