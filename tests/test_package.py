@@ -71,3 +71,13 @@ def test_wheel_works_in_an_empty_environment(built, tmp_path):
     assert done.stdout.split() == [str(packages / "flatmin/__init__.py"), "SAM"], done.stderr
     done = subprocess.run([tmp_path / "bin/flatmin", "--version"], capture_output=True, text=True, env=environment)
     assert done.stdout.startswith(f"flatmin {flatmin.__version__}"), done.stderr
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_shell_completion_is_printed_as_documented(shell, capsys):
+    command = f"flatmin --tyro-print-completion {shell} >"
+    assert command in (ROOT / "docs/lab.md").read_text()
+    with pytest.raises(SystemExit) as stopped:
+        main(command.split()[1:-1])
+    assert not stopped.value.code
+    assert "flatmin" in capsys.readouterr().out

@@ -142,3 +142,12 @@ def test_spectral_norm_takes_one_power_iteration_per_step():
     assert buffers
     for name, buffer in model.named_buffers():
         assert torch.equal(buffer, buffers[name]), name
+
+
+def test_a_scheduler_that_holds_sam_sees_steps_on_batches():
+    model = nn.Linear(6, 3)
+    opt = SAM(torch.optim.SGD(model.parameters(), lr=0.1))
+    schedule = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
+    opt.step_batch(lambda x, y: nn.functional.cross_entropy(model(x), y), make_data(), part=0.5)
+    schedule.step()  # without a warning that no step was taken
+    assert opt.param_groups[0]["lr"] == 0.05

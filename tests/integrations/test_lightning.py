@@ -31,7 +31,7 @@ def plain_loop(rho=0.1, part=1.0, clip=None, num_epochs=2, **settings):
     opt = SAM(torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), rho=rho, model=net, **settings)
     if clip is not None:
         opt.base.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(net.parameters(), clip) and None)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(opt.base, 0.5)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
     losses = []
     for _ in range(num_epochs):
         for batch in lightning_cases.make_data():

@@ -438,6 +438,7 @@ class SAM(OptimizerWrapper):
 
     def _base_step(self) -> None:
         self.base.step()
+        self._opt_called = True  # torch's schedulers look for it, and see only calls of step()
         self._state.num_steps += 1
         if self.settings.every > 1:
             group = self.param_groups[0]
