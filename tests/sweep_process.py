@@ -64,6 +64,11 @@ def does_not_stop(job, folder):
     return JobStatus(kind="done")
 
 
+def breaks_its_device(job):
+    """Tell in which process it ran; the first job breaks the device."""
+    return JobStatus(kind="failed", message=str(os.getpid()), is_device_broken=job.seed == 0)
+
+
 def handles_errors(job, folder):
     """Take whatever is raised while it reads for a damaged dataset."""
     try:

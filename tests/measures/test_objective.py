@@ -66,6 +66,25 @@ def test_all_names_are_exported():
 
 
 @each_measure
+def test_tf32_is_off_while_measuring_and_as_before_afterwards(measure):
+    owners = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)
+    usual = [owner.fp32_precision for owner in owners]
+    seen = []
+    model, loss_fn, data = network()
+    model.register_forward_hook(lambda *_: seen.append([owner.fp32_precision for owner in owners]))
+    try:
+        for owner in owners:
+            owner.fp32_precision = "tf32"
+        measure(model, loss_fn, data)
+        assert [owner.fp32_precision for owner in owners] == ["tf32", "tf32"]
+    finally:
+        for owner, value in zip(owners, usual, strict=True):
+            owner.fp32_precision = value
+    assert seen
+    assert all(now == ["ieee", "ieee"] for now in seen)
+
+
+@each_measure
 def test_the_model_is_left_as_it_was(measure):
     case = network()
     before = everything(case[0])

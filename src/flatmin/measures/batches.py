@@ -137,6 +137,30 @@ def _same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 @contextmanager
+def full_float32() -> Iterator[None]:
+    """Turn off TF32, which rounds the factors of products to 10 bits: small differences of losses would be lost."""
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    flags: list[tuple[Any, str, Any]] = [(cuda.matmul, "allow_tf32", False), (cudnn, "allow_tf32", False)]
+    if hasattr(cudnn, "conv"):  # since torch 2.9
+        flags = [(owner, "fp32_precision", "ieee") for owner in (cuda.matmul, cudnn.conv, cudnn.rnn)]
+    before = [getattr(owner, name) for owner, name, _ in flags]
+    try:
+        for owner, name, value in flags:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for (owner, name, _), value in zip(flags, before, strict=True):
+            setattr(owner, name, value)
+
+
+@contextmanager
+def measuring(data: object = None) -> Iterator[None]:
+    """Measure in full float32, and leave every random state as it was."""
+    with preserve_rng_state(data), full_float32():
+        yield
+
+
+@contextmanager
 def preserve_rng_state(data: object = None) -> Iterator[None]:
     """Leave every global random state (torch, CUDA, numpy, random), and those of a loader, as it was."""
     owners = (data, getattr(data, "sampler", None))

@@ -8,7 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flatmin.core.checks import check_rho
 from flatmin.core.gradient import sam_gradient
-from flatmin.measures.batches import Batch, preserve_rng_state
+from flatmin.measures.batches import Batch, measuring
 from flatmin.measures.objective import LossFn, Objective
 from flatmin.measures.parameters import Params, flatten
 
@@ -58,7 +58,7 @@ def sam_update_cosine(
         return objective.loss(weights, batch) + weight_decay / 2 * penalty
 
     # Fused attention has no second derivative.
-    with preserve_rng_state(), sdpa_kernel(SDPBackend.MATH):
+    with measuring(), sdpa_kernel(SDPBackend.MATH):
         first, second = (
             sam_gradient(loss, objective.weights(), rho=rho, second_order=exact).grads for exact in (False, True)
         )

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flatmin.measures.batches import Batch, pieces, preserve_rng_state
+from flatmin.measures.batches import Batch, measuring, pieces
 from flatmin.measures.checks import check_count
 from flatmin.measures.lanczos import random_signs
 from flatmin.measures.objective import LossFn, Objective
@@ -94,7 +94,7 @@ class HessianOperator:
         direction = unflatten(v.detach().to(self.device, self.dtype), weights)
         total = torch.zeros(self.dim, dtype=self.dtype, device=self.device)
         # Fused attention has no second derivative.
-        with preserve_rng_state(objective.data), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+        with measuring(objective.data), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
             if objective.num_batches == 1:
                 total += self._graph(weights).product(direction) * objective.num_local
             else:

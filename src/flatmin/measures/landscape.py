@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatmin.measures import plots
-from flatmin.measures.batches import Batch, digest, leaves, preserve_rng_state
+from flatmin.measures.batches import Batch, digest, leaves, measuring
 from flatmin.measures.directions import hessian_directions, random_directions
 from flatmin.measures.objective import LossFn, Objective
 from flatmin.measures.parameters import Params, parameter_names, unwrapped
@@ -228,7 +228,7 @@ def _everything(objective: Objective) -> Iterator[Tensor]:
 
 
 def _data_digest(objective: Objective) -> str:
-    with preserve_rng_state(objective.data):
+    with measuring(objective.data):
         return digest(itertools.chain.from_iterable(leaves(batch) for batch in objective.data))
 
 

@@ -19,8 +19,8 @@ from flatmin.measures.batches import (
     Batch,
     check_batch,
     check_data,
+    measuring,
     pieces,
-    preserve_rng_state,
     rows,
     tree_map,
 )
@@ -83,7 +83,7 @@ class Objective:
         self.device = self._parameters[0].device
         self.dtype = working_dtype(self._parameters)
         self.channels_last = suits_channels_last(self.model, self.device, self.dtype)
-        with preserve_rng_state(self.data):
+        with measuring(self.data):
             counts = self.together(lambda: self._inspect(allow_nondeterministic))
         self.num_local, self.num_batches = counts[0 if group is None else dist.get_rank(group)]
         self.shards = [num for num, _ in counts]
@@ -147,7 +147,7 @@ class Objective:
         size: int | None = None,
     ) -> Value:
         """Return the mean loss (and error rate) at these weights, on all data or on some batches."""
-        with preserve_rng_state(self.data), torch.no_grad():
+        with measuring(self.data), torch.no_grad():
             totals, state = Totals(), self.state(weights)
             for batch, num in pieces(self.data if batches is None else batches, size):
                 totals.add(*self.run(state, batch), num, error)
@@ -164,7 +164,7 @@ class Objective:
         """Return the value and the gradient, flattened, at these weights, on all data or on some batches."""
         leaves = [w.detach().requires_grad_() for w in weights]
         total = torch.zeros(sum(w.numel() for w in weights), dtype=self.dtype, device=self.device)
-        with preserve_rng_state(self.data), torch.enable_grad():
+        with measuring(self.data), torch.enable_grad():
             totals, state = Totals(), self.state(leaves)
             for batch, num in pieces(self.data if batches is None else batches, size):
                 loss, outputs, targets = self.run(state, batch)

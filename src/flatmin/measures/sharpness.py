@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from flatmin.core.checks import check_adaptive, check_p, check_rho
 from flatmin.core.perturbation import adaptive_scale, ascent_step, project_
 from flatmin.measures import plots
-from flatmin.measures.batches import Batch, preserve_rng_state, subsets
+from flatmin.measures.batches import Batch, measuring, subsets
 from flatmin.measures.checks import check_count, check_finite, check_metric
 from flatmin.measures.objective import LossFn, Objective
 from flatmin.measures.parameters import Params, flatten, unflatten
@@ -133,7 +133,7 @@ def m_sharpness(
     if m == objective.num_examples:
         found = [ascent.sharpness(None)]
     else:
-        with preserve_rng_state(objective.data):
+        with measuring(objective.data):
             parts = objective.together(lambda: list(map(ascent.sharpness, subsets(objective.data, m, chunk_size))))
         found = [pair for part in parts for pair in part]
     return _summary(found, rho=rho, m=m, p=p, metric=metric)

@@ -166,8 +166,8 @@ def test_a_job_that_fails_is_tried_again_and_then_is_a_problem_that_is_not_kept(
         outcomes = sweeper.outcomes(jobs, "")
         assert [o.failure for o in outcomes] == ["ValueError: not yet (attempt 2 of 2)"] * 2
         text = console.export_text()
-        assert "2 of 2 runs came to nothing" in text
-        assert "The same command tries it again" in text
+        assert "2 of 2 runs failed" in text
+        assert "The same command tries again" in text
         assert not read_outcome(jobs[0], tmp_path).complete
         assert all(o.result is not None and o.failure is None for o in sweeper.outcomes(jobs, ""))
     assert (tmp_path / f"{jobs[0].name}.attempts").read_text() == "xxx"
@@ -332,6 +332,36 @@ def test_a_stop_is_not_taken_for_an_error_that_a_library_handles(tmp_path):
     assert ending.kind == "stopped"
 
 
+def test_a_process_whose_device_broke_gets_no_other_job(tmp_path):
+    jobs = [Job(experiment=tiny(), seed=seed) for seed in range(3)]
+    with LocalPool(sweep_process.breaks_its_device, Shares(threads=1, gpus=(None,))) as pool:
+        numbers = []
+        for job in jobs:
+            pool.start(job)
+            ((_, status),) = wait_for(lambda: pool.poll(0.1))
+            numbers.append(status.message)
+    assert numbers[0] != numbers[1]  # seed 0 broke it
+    assert numbers[1] == numbers[2]
+
+
+@pytest.mark.parametrize(
+    ("message", "is_broken"),
+    [
+        ("CUDA error: device-side assert triggered", True),
+        ("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED", True),
+        ("CUDA out of memory. Tried to allocate 2 GiB", False),  # the next job may need less
+        ("shapes cannot be multiplied", False),
+    ],
+)
+def test_errors_of_a_broken_device_are_known(message, is_broken, tmp_path, monkeypatch):
+    def fails(*_, **__):
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(sweep_job, "train", fails)
+    status = run_job(Job(experiment=tiny()), tmp_path, None, 60.0)
+    assert (status.kind, status.is_device_broken) == ("failed", is_broken)
+
+
 class Unreadable:
     def __reduce__(self):
         return (int, ("not a number",))
@@ -370,7 +400,7 @@ def test_the_table_shows_replicas_epochs_failures_and_the_time_left(tmp_path, mo
     assert [cell.strip() for cell in row.split("│")[1:-1]] == ["plain SGD", "1/3", "epoch 2/4", "1"]
     assert names[3].removesuffix("-seed0") in text
     assert "choosing rho" in text
-    assert "about 50 s" in text
+    assert "about 50.0 s" in text
     assert "it broke" in text
 
 

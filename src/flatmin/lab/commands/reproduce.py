@@ -1,6 +1,7 @@
 """``flatmin reproduce`` runs the experiments behind a table or figure again; ``flatmin report`` shows what is there."""
 
 import difflib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ import tyro
 from rich.console import Console
 
 from flatmin.lab.commands.items import ITEMS
+from flatmin.lab.commands.plan import print_plan
 from flatmin.lab.commands.report import items_named, print_verdicts, write_page
 from flatmin.lab.errors import DataError, ModelError, SpecError
 from flatmin.lab.studies.findings import Findings
@@ -48,6 +50,10 @@ class Reproduce:
     """The first directory in which datasets are searched for (then FLATMIN_DATA, ./data, the user's cache)."""
     checkpoint_seconds: float = CHECKPOINT_SECONDS
     """Save after this many seconds of training."""
+    plan: bool = False
+    """Run nothing: print how many models, image passes, FLOPs, GPU hours and bytes it takes, and the commands."""
+    images_per_second: float | None = None
+    """For --plan: how many images one device trains per second, for a WRN-28-10 on CIFAR-10 without SAM."""
 
     def run(self, console: Console) -> None:
         """Run the items, one after the other; write the page after each."""
@@ -57,6 +63,9 @@ class Reproduce:
             raise SpecError(f"Which table or figure? There are {', '.join(ITEMS)}, and all.")
         chosen = items_named(self.items)
         archive = ReadOnlyRunner(self.runs)
+        if self.plan or self.images_per_second is not None:
+            self._print_plan(chosen, archive, console)
+            return
         skipped = self._cannot_run(chosen, archive)
         _raise_if_none_is_left(chosen, skipped)
         for name, why in skipped.items():
@@ -94,6 +103,20 @@ class Reproduce:
         if skipped:
             reasons = "\n".join(dict.fromkeys(map(str, skipped.values())))
             raise DataError(f"What {', '.join(skipped)} needed was not there; all else was run.\n{reasons}")
+
+    def _print_plan(self, chosen: Sequence[Item], archive: ReadOnlyRunner, console: Console) -> None:
+        speed = self.images_per_second
+        if speed is not None and not (self.plan and 0 < speed < math.inf):
+            raise SpecError(f"--images-per-second must be positive, and goes with --plan; got {speed}.")
+        planned = {
+            item.name: [
+                job
+                for job in plan(item.study, self.scale, archive).missing.values()
+                if not self.only or is_meant(label(job), self.only)
+            ]
+            for item in chosen
+        }
+        print_plan(planned, self.scale, speed, console)
 
     def _cannot_run(self, chosen: Sequence[Item], archive: ReadOnlyRunner) -> dict[str, Exception]:
         """Return why some items cannot be run, by name; before the first one begins, because that may take hours.

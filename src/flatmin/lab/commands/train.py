@@ -31,6 +31,8 @@ class Train:
     """bar: progress bar; quiet: only the result; json: one JSON object per line."""
     checkpoint_seconds: float = CHECKPOINT_SECONDS
     """Save after this many seconds of training."""
+    deterministic: bool = False
+    """On CUDA, use only deterministic algorithms: slower, and bitwise the same when repeated or resumed."""
 
     def run(self, console: Console) -> None:
         """Train."""
@@ -39,6 +41,7 @@ class Train:
             "runs": self.runs,
             "data_root": self.data_root,
             "checkpoint_seconds": self.checkpoint_seconds,
+            "deterministic": self.deterministic,
         }
         leads = os.environ.get("RANK", "0") == "0"
         if self.output == "bar" and leads:

@@ -125,6 +125,8 @@ class LocalPool:
             if ending is not None and slot.job is not None:
                 found.append((slot.job.name, ending))
                 slot.job = None
+                if ending.is_device_broken:
+                    self._kill_process(slot)  # the next job gets a new one
         return found
 
     def stop(self) -> None:

@@ -177,4 +177,7 @@ def _run_on_node(run: Callable[[Job], JobStatus], job: Job, threads: int, folder
     if Path(folder).is_dir():
         os.chdir(folder)  # relative paths in the spec mean what they mean where the sweep was started
     torch.set_num_threads(threads)
-    return run(job)
+    status = run(job)
+    if status.is_device_broken:
+        os._exit(1)  # Ray would give this process the next job
+    return status

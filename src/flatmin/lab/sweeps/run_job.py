@@ -1,5 +1,6 @@
 """One job of a sweep, in whatever process it runs: train, then measure what is missing."""
 
+import re
 import signal
 import traceback
 from contextlib import closing
@@ -22,6 +23,7 @@ from flatmin.lab.sweeps.jobs import Job, read_outcome
 from flatmin.lab.sweeps.measurements import measure_run
 from flatmin.lab.training.engine import train
 
+DEVICE_ERROR = re.compile("CUDA error|CUDA driver error|cuDNN error|CUDNN_STATUS|CUBLAS_STATUS|NCCL error")
 USER_MISTAKES = (SpecError, DataError, ModelError, StorageError)
 
 
@@ -36,6 +38,8 @@ class JobStatus:
     message: str = ""
     error: Exception | None = None
     """The mistake, to be raised again."""
+    is_device_broken: bool = False
+    """Whether the process must not run another job: after a CUDA error every later call fails as well."""
 
 
 class Pool(Protocol):
@@ -86,7 +90,7 @@ def run_job(job: Job, runs: Path, data_root: Path | None, checkpoint_seconds: fl
     except USER_MISTAKES as error:
         return JobStatus(kind="mistake", message=str(error), error=error)
     except Exception as error:
-        return JobStatus(kind="failed", message=describe(error))
+        return JobStatus(kind="failed", message=describe(error), is_device_broken=bool(DEVICE_ERROR.search(str(error))))
 
 
 def _measure_missing(job: Job, runs: Path, data_root: Path | None) -> None:

@@ -1,13 +1,13 @@
-"""Runs many jobs, on this machine or on a Ray cluster: what is finished is never repeated, the rest goes on.
+"""Runs many jobs on this machine or on a Ray cluster: finished runs are not repeated, the others resume.
 
-All that a sweep knows is in the folder of runs. It may be killed at any time, and started again by the same call.
+A sweep keeps its state in the directory of runs only. It may be killed at any time; the same call resumes it.
 """
 
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rich.console import Console
 
@@ -27,66 +27,31 @@ Engine = Literal["local", "ray"]
 ATTEMPTS = 3
 
 
-def sweep(
-    jobs: Sequence[Job],
-    *,
-    runs: Path,
-    data_root: Path | None = None,
-    engine: Engine = "local",
-    address: str | None = None,
-    processes: int = 0,
-    threads: int = 0,
-    attempts: int = ATTEMPTS,
-    checkpoint_seconds: float = CHECKPOINT_SECONDS,
-    console: Console | None = None,
-    what: str = "",
-) -> list[Outcome]:
-    """Run all jobs that are not complete, several at a time, and return what came of each.
-
-    Jobs with the same name are one run, of which is measured what any of them asks for. A process that dies costs the
-    time since its last checkpoint; its job is started anew as long as it gains ground. A loss that diverged, or a job
-    that failed at each attempt, becomes the problem of its outcome, and the others go on; the next sweep tries the
-    failed ones again, but not the diverged ones.
-
-    Args:
-        jobs: what to run and to measure.
-        runs: the folder of all runs; with Ray, on a file system that all nodes see.
-        data_root: the first folder in which datasets are looked for.
-        engine: local: processes on this machine; ray: tasks on a Ray cluster.
-        address: of an existing Ray cluster; if None, RAY_ADDRESS, or else a cluster on this machine.
-        processes: how many jobs at once; 0 is one for each GPU, or as many as there are cores for.
-        threads: of each job; 0 is one, or with GPUs an equal share of this machine's cores (with Ray always one).
-        attempts: how often a job is tried that fails, or whose process dies, before it has saved anything new.
-        checkpoint_seconds: how long a job trains, at most, before it saves.
-        console: where progress is shown; nowhere if None.
-        what: one line for people, above the progress.
-
-    Returns:
-        The outcomes, in the order of the jobs.
-
-    Raises:
-        SpecError, DataError, ModelError, StorageError: the user's to mend; other jobs have saved and stopped.
-        RunError: the processes or the cluster cannot be had.
-        InterruptedRun: SIGTERM or Ctrl-C came; the message says what is saved.
-    """
-    with Sweeper(
-        runs=runs,
-        data_root=data_root,
-        engine=engine,
-        address=address,
-        processes=processes,
-        threads=threads,
-        attempts=attempts,
-        checkpoint_seconds=checkpoint_seconds,
-        console=console,
-    ) as sweeper:
+def sweep(jobs: Sequence[Job], *, what: str = "", **settings: Any) -> list[Outcome]:
+    """Run all jobs that are not complete and return what came of each; the settings are those of `Sweeper`."""
+    with Sweeper(**settings) as sweeper:
         return sweeper.outcomes(jobs, what)
 
 
 class Sweeper:
-    """A laboratory (`jobs.Runner`) that runs what is missing; its processes are kept from one call to the next.
+    """A `Runner` that runs what is missing, several jobs at a time. Use it in a ``with`` statement.
 
-    Use it in a ``with`` statement; the arguments are those of `sweep`.
+    Its processes are kept from one call of `outcomes` to the next. If a process dies, its job resumes from the last
+    checkpoint, as long as each attempt saves something new.
+
+    Args:
+        runs: the directory of all runs.
+        data_root: where datasets are searched for first.
+        engine: local: processes on this machine; ray: tasks on a Ray cluster.
+        address: of an existing Ray cluster; if None, RAY_ADDRESS, or else a new cluster on this machine.
+        processes: how many jobs at once; 0 is one per GPU, or as many as there are cores for.
+        threads: per job; 0 is one, or with GPUs an equal share of this machine's cores (with Ray always one).
+        attempts: how often a job may fail, or its process die, without having saved anything new.
+        checkpoint_seconds: how long a job trains at most before it saves.
+        console: where to show progress; nowhere if None.
+
+    Raises:
+        SpecError: a number is too small.
     """
 
     def __init__(
@@ -105,7 +70,7 @@ class Sweeper:
         for name, value, least in (("processes", processes, 0), ("threads", threads, 0), ("attempts", attempts, 1)):
             if value < least:
                 raise SpecError(f"{name} must be at least {least}, got {value}.")
-        # Absolute, because the processes of a cluster have working directories of their own.
+        # Absolute, because the processes of a cluster have their own working directories.
         self.runs, self.data_root = runs.absolute(), None if data_root is None else data_root.absolute()
         self.engine, self.address, self.processes, self.threads = engine, address, processes, threads
         self.attempts, self.checkpoint_seconds, self.console = attempts, checkpoint_seconds, console
@@ -124,10 +89,20 @@ class Sweeper:
             pool.__exit__(None, None, None)
 
     def outcomes(self, jobs: Sequence[Job], what: str = "") -> list[Outcome]:
-        """Run all jobs that are not complete and return what came of each, as `sweep` does."""
+        """Run all jobs that are not complete and return the outcome of each, in the same order.
+
+        Jobs with the same name are one run, with the measurements of all of them. If the loss diverges, or if a job
+        fails at each attempt, its outcome says so, and the others go on. The next call tries failed jobs again, but
+        not diverged ones.
+
+        Raises:
+            SpecError, DataError, ModelError, StorageError: a user error; other jobs have saved and stopped.
+            RunError: the processes cannot be started, or the cluster cannot be reached.
+            InterruptedRun: SIGTERM or Ctrl-C came; the message says what is saved.
+        """
         united = unite(jobs)
         for measurement in {m for job in united.values() for m in job.measurements}:
-            measurement_settings(measurement)  # a mistake shows now, and not after the training
+            measurement_settings(measurement)  # an error shows now, not after the training
         progress = SweepProgress(united, self.runs, self.console, what)
         missing = {}
         for name, job in united.items():
@@ -143,7 +118,7 @@ class Sweeper:
                 with deferred_signals() as interruption, progress.shown():
                     failures = schedule.run(interruption)
             except BaseException:
-                self.close()  # whatever is still running must not go on unseen
+                self.close()  # nothing may go on running unseen
                 raise
         outcomes = [_outcome(job, self.runs, failures) for job in jobs]
         self._say_problems(outcomes, failures)
@@ -165,9 +140,9 @@ class Sweeper:
         problems = {o.job.name: o.failure for o in outcomes if o.failure is not None}
         if self.console is None or not problems:
             return
-        self.console.print(f"{len(problems)} of {len({o.job.name for o in outcomes})} runs came to nothing:")
+        self.console.print(f"{len(problems)} of {len({o.job.name for o in outcomes})} runs failed:")
         for name, problem in problems.items():
-            again = " (The same command tries it again.)" if name in failures else ""
+            again = " (The same command tries again.)" if name in failures else ""
             self.console.print(f"  {name}: {problem}{again}", markup=False, highlight=False, soft_wrap=True)
 
 

@@ -36,6 +36,7 @@ from flatmin.lab.spec.fields import finite
 from flatmin.lab.training.distributed import Workers, join_workers
 from flatmin.lab.training.divergence import remedies
 from flatmin.lab.training.evaluation import evaluate, what_is_evaluated
+from flatmin.lab.training.precision import deterministic_algorithms
 from flatmin.lab.training.relabel import (
     has_predicted_labels,
     read_predicted_labels,
@@ -59,6 +60,7 @@ def train(
     data_root: Path | None = None,
     callback: Callback | None = None,
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
+    deterministic: bool = False,
 ) -> Result:
     """Train, evaluate after every epoch, and return the result; resume if an earlier session was interrupted.
 
@@ -69,6 +71,8 @@ def train(
         data_root: the first directory in which datasets are searched for.
         callback: is called at the start and after every step and epoch.
         checkpoint_seconds: how long to train, at most, before saving; 0 saves after every step.
+        deterministic: on CUDA, use only deterministic algorithms, which are slower; without it, a repeated or resumed
+            run does not end with bitwise identical weights there.
 
     Returns:
         The result; immediately, if the run is finished.
@@ -86,7 +90,7 @@ def train(
     """
     if not checkpoint_seconds >= 0:
         raise SpecError(f"checkpoint_seconds must be at least 0 (0 saves after every step); got {checkpoint_seconds}.")
-    with join_workers() as workers:
+    with deterministic_algorithms(deterministic), join_workers() as workers:
         path = runs / experiment.run_name(seed)
         if experiment.data.bootstrap and not workers.on_main(lambda: is_finished(path)):
             _train(experiment.first_stage(), seed, runs, data_root, callback, checkpoint_seconds, workers)

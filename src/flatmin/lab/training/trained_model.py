@@ -83,8 +83,8 @@ class TrainedModel:
     @torch.no_grad()
     def predicted_labels(self) -> NDArray[np.int64]:
         """Return the class that the model gives to each training example, not augmented."""
-        logits = [self.network(batch.inputs) for batch in self.pipeline.evaluation(self.dataset.train)]
-        labels: NDArray[np.int64] = torch.cat(logits).argmax(1).cpu().numpy()
+        batches = self.pipeline.evaluation(self.dataset.train)
+        labels: NDArray[np.int64] = torch.cat([self.network(batch.inputs).argmax(1).cpu() for batch in batches]).numpy()
         return labels
 
 
