@@ -45,7 +45,11 @@ def collect(source: Path, target: Path) -> None:
     """Copy the small files of the runs that the evidence uses."""
     if source.resolve() == target.resolve():
         raise SystemExit(f"{source} is where the runs go. Give no folder to write the page anew from what is there.")
-    asked = {run for found in findings(source) for run in found.runs}
+    copy_small_files({run for found in findings(source) for run in found.runs}, source, target)
+
+
+def copy_small_files(asked: set[str], source: Path, target: Path) -> None:
+    """Copy what is small of those runs that are finished; what was there before goes."""
     names = {run for run in asked if any((source / run / end).exists() for end in ("result.json", "problem.json"))}
     shutil.rmtree(target, ignore_errors=True)
     for name in sorted(names):

@@ -113,9 +113,9 @@ def test_figures_are_curves_of_all_methods_and_spectra_and_landscapes_of_those_w
     assert kinds == [LineFigure, LineFigure, SurfaceFigure] * len(NOISE_RATES)
     for curves, spectra, landscapes in (found.figures[:3], found.figures[3:]):
         assert [series.name for series in curves.series] == list(METHODS)
-        assert [len(series.x) for series in curves.series] == [1, 2, 1]
-        assert [series.name for series in spectra.series] == ["SGD", "SAM"]
-        assert [surface.name for surface in landscapes.surfaces] == ["SGD", "SAM"]
+        assert [len(series.x) for series in curves.series] == [1, 2, 1, 1]
+        assert [series.name for series in spectra.series] == ["SGD", "SAM", "SAM on 1/8"]
+        assert [surface.name for surface in landscapes.surfaces] == ["SGD", "SAM", "SAM on 1/8"]
 
 
 def test_the_page_stands_alone_and_shows_verdicts_table_and_figures(small_demo, tmp_path):
@@ -147,8 +147,8 @@ def test_the_command_trains_nothing_twice_and_another_method_is_one_entry(small_
     monkeypatch.setattr(study, "METHODS", METHODS | weak)
     more = demo(again)
     assert again.num_trained == 2 * len(NOISE_RATES)
-    assert len(more.verdicts) == 2 * len(found.verdicts)
-    assert [surface.name for surface in more.figures[2].surfaces] == ["SGD", "SAM", "SAM, small rho"]
+    assert len(more.verdicts) == len(found.verdicts) + len(NOISE_RATES)
+    assert [surface.name for surface in more.figures[2].surfaces] == ["SGD", "SAM", "SAM on 1/8", "SAM, small rho"]
 
 
 def test_the_command_sweeps_and_writes_the_page(small_demo, monkeypatch):

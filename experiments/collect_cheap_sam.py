@@ -1,0 +1,101 @@
+"""Collect the study of cheap SAM: the small files of finished runs, its page, and the table and plot of docs/cost.md.
+
+    python experiments/collect_cheap_sam.py RUNS
+
+Without RUNS, page, table and plot are written again from results/. No number in them is typed in by hand: a test
+compares the table with the runs.
+"""
+
+import sys
+from pathlib import Path
+
+from collect_results import ROOT, copy_small_files, with_block
+
+from flatmin.lab.cheap_sam.arms import SAM, SGD, conditions
+from flatmin.lab.cheap_sam.study import CHEAP_SAM, FAMILIES, pareto_front, points_of, share_of_gain
+from flatmin.lab.report import write_report
+from flatmin.lab.studies.conditions import MethodResult, run_conditions
+from flatmin.lab.studies.plan import with_all_missing
+from flatmin.lab.sweeps.runners import ReadOnlyRunner
+
+RESULTS = ROOT / "results" / "cheap-sam-laptop"
+DOCS = ROOT / "docs" / "cost.md"
+PLOT = ROOT / "docs" / "images" / "cost-pareto.png"
+TITLE = "SAM at nearly the cost of SGD: error over cost"
+
+
+def finished(runs: Path) -> list[list[MethodResult]]:
+    """Return the results of each condition in which SGD and SAM have all their replicas."""
+    runner = ReadOnlyRunner(runs)
+    found = [run_conditions([condition], runner, "cheap-sam", seeds)[0] for condition, seeds in conditions("laptop")]
+    return [entries for entries in found if {SGD, SAM} <= {p.name for p in points_of(entries)}]
+
+
+def table(runs: Path) -> str:
+    """Return passes, error, share of SAM's gain and place on the front of every arm, as Markdown."""
+    blocks = []
+    for entries in finished(runs):
+        points = points_of(entries)
+        front = {p.name for p in pareto_front(points)}
+        means = {p.name: p.error.mean for p in points}
+        chosen = {e.method.name: e.chosen.optim.rho for e in entries if e.chosen is not None}
+        lines = [
+            "| method | passes | rho | test error, % | share of SAM's gain | on the front |",
+            "|---|---|---|---|---|---|",
+        ]
+        for p in sorted(points, key=lambda p: (p.cost, p.error.mean)):
+            share = "" if p.name in (SGD, SAM) else f"{share_of_gain(means, p.name):.0f} %"
+            rho = f"{chosen[p.name]:g}" if chosen[p.name] else ""
+            error = f"{p.error.mean:.1f} ± {p.error.half_width:.1f}"
+            lines.append(
+                f"| {p.name} | {p.cost:.4g} | {rho} | {error} | {share} | {'yes' if p.name in front else ''} |"
+            )
+        num = len(next(e for e in entries if e.method.name == SAM).replicas)
+        blocks.append(
+            f"**{entries[0].condition.name}** ({num} replicas, mean and 95 % interval):\n\n" + "\n".join(lines)
+        )
+    return "\n\n".join(blocks) if blocks else "No condition is finished yet."
+
+
+def draw(runs: Path) -> None:
+    """Draw error over cost, one color per family, with the front."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    found = finished(runs)
+    if not found:
+        return
+    figure, axes = plt.subplots(1, len(found), figsize=(6.4 * len(found), 4.6), squeeze=False, layout="constrained")
+    colors = {family: f"C{i}" for i, family in enumerate(dict.fromkeys(FAMILIES.values()))}
+    for axis, entries in zip(axes[0], found, strict=True):
+        points = points_of(entries)
+        front = pareto_front(points)
+        axis.plot([p.cost for p in front], [p.error.mean for p in front], color="0.6", zorder=0, label="Pareto front")
+        for p in points:
+            axis.errorbar(p.cost, p.error.mean, p.error.half_width, fmt="o", color=colors[FAMILIES[p.name]], capsize=3)
+            axis.annotate(p.name, (p.cost, p.error.mean), xytext=(6, 4), textcoords="offset points", fontsize=8)
+        axis.set_title(entries[0].condition.name)
+        axis.set_xlabel("cost: passes over the training set, relative to SGD")
+        axis.set_ylabel("test error, %")
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False)
+    figure.savefig(PLOT, dpi=110)
+
+
+def main() -> None:
+    study = CHEAP_SAM.study
+    if len(sys.argv) > 1:
+        source = Path(sys.argv[1])
+        copy_small_files(set(study("laptop", ReadOnlyRunner(source)).runs), source, RESULTS / "runs")
+    runner = ReadOnlyRunner(RESULTS / "runs")
+    write_report(
+        [with_all_missing(study("laptop", runner), study, runner)], runs=RESULTS / "runs", out=RESULTS, title=TITLE
+    )
+    DOCS.write_text(with_block(DOCS.read_text(), "arms", table(RESULTS / "runs")))
+    draw(RESULTS / "runs")
+
+
+if __name__ == "__main__":
+    main()
