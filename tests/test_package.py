@@ -81,3 +81,15 @@ def test_shell_completion_is_printed_as_documented(shell, capsys):
         main(command.split()[1:-1])
     assert not stopped.value.code
     assert "flatmin" in capsys.readouterr().out
+
+
+def test_package_promises_the_versions_of_the_table_and_no_others():
+    rows = re.findall(
+        r"^\| (\d+\.\d+)\.\d+ \| (\d+\.\d+) \| \d{4}-\d\d-\d\d \|", (ROOT / "README.md").read_text(), re.MULTILINE
+    )
+    torches, pythons = (
+        {tuple(map(int, version.split("."))) for version in column} for column in zip(*rows, strict=True)
+    )
+    project = (ROOT / "pyproject.toml").read_text()
+    assert re.search(r'"torch>=([\d.]+)"', project)[1] == "{}.{}".format(*min(torches))
+    assert re.search(r'requires-python = ">=([\d.]+)"', project)[1] == "{}.{}".format(*min(pythons))

@@ -1,6 +1,6 @@
 """Runs tests/core and tests/measures on other versions of torch and Python, each in its own environment.
 
-``python tests/versions.py`` runs the oldest and the newest torch that README.md promises, on Python 3.10 and 3.13.
+``python tests/versions.py`` runs an old and a new torch, on Python 3.10 and 3.13; README.md lists what has passed.
 Environments are kept in ``.venv-versions``. Interpreters are found on the PATH and in ``~/.pyenv/versions``.
 """
 
