@@ -18,6 +18,9 @@ SETTINGS = [
     {"ascent_steps": 3},
     {"ascent_steps": 2, "p": 1.0, "adaptive": True},
     {"direction": "random"},
+    {"direction": "momentum"},
+    {"every": 2},
+    {"weight": 0.5},
 ]
 
 
@@ -68,13 +71,31 @@ def ascent_on_other_examples(opt, closure):
 def test_no_step_waits_for_the_device(device, settings, groups, way):
     if way is two_passes and settings.get("ascent_steps", 1) > 1:
         pytest.skip("perturbed() takes one ascent step")
-    if way is ascent_on_other_examples and settings.get("direction") == "random":
-        pytest.skip("a random direction needs no closure")
+    if way is ascent_on_other_examples and settings.keys() & {"direction", "every", "weight"}:
+        pytest.skip("ascent= does not go with it")
     opt, closure = case(device, settings, groups)
     with NoDeviceSync():
         for _ in range(2):
             way(opt, closure)
-    assert opt.metrics.perturbation_norm.device.type == device
+    if "every" not in settings:  # a plain step has no perturbation
+        assert opt.metrics.perturbation_norm.device.type == device
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("settings", [{}, {"every": 2}, {"adaptive": True}], ids=str)
+def test_no_step_on_a_part_of_the_batch_waits_for_the_device(device, settings):
+    opt, closure = case(device, settings)
+    x, y = torch.randn(8, 4).to(device), torch.arange(8).remainder(3).to(device)
+    model = opt.model
+
+    def loss_fn(inputs, labels):
+        return nn.functional.cross_entropy(model(inputs), labels)
+
+    with NoDeviceSync():
+        for _ in range(2):
+            opt.step(lambda: closure(0, 2), rest=lambda: closure(2, 8), weights=[2, 6])
+            opt.step_batch(loss_fn, (x, y), part=0.5)
+            opt.step_batch(loss_fn, (x, y), m=4)
 
 
 @pytest.mark.parametrize("wait", [lambda t: t.sum().item(), lambda t: bool(t.sum() > 0), lambda t: t.nonzero()])
