@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENTS = ROOT / ".venv-versions"
-PACKAGES = ["numpy", "scipy", "pytest", "pytest-xdist", "hypothesis"]
+PACKAGES = ["numpy", "scipy", "matplotlib", "plotly", "pytest", "pytest-xdist", "hypothesis"]
 # Each with what the oldest and newest Python of that torch can install.
 OLDEST, NEWEST = ("2.6.0", "3.10"), ("2.15.0", "3.13")
 
