@@ -128,6 +128,36 @@ def test_m_sharpness_averages_the_sam_gradients_of_micro_batches():
     assert m_sharpness["train"](8, 5)[1] > sharpness > m_sharpness["train"](96, 5)[1] > 0
 
 
+def test_cheap_sam_corrects_a_part_at_full_strength():
+    """g_batch(w) + g_part(w + eps) - g_part(w); batch norm sees part and rest apart."""
+    cheap = example("cheap_sam")
+    reference = cheap["make_model"]()
+    base, generator = momentum_sgd(reference), torch.Generator().manual_seed(1)
+    parameters = list(reference.parameters())
+    for _ in range(3):
+        x = torch.randn(64, 16, generator=generator)
+        y = x[:, :4].argmax(dim=1)
+        buffers = [b.clone() for b in reference.buffers()]
+        of_part = torch.autograd.grad(nn.functional.cross_entropy(reference(x[:16]), y[:16]), parameters)
+        norm = torch.cat([g.flatten() for g in of_part]).norm()
+        with torch.no_grad():
+            for p, g in zip(parameters, of_part, strict=True):
+                p.add_(0.05 * g / norm)
+        at_eps = torch.autograd.grad(nn.functional.cross_entropy(reference(x[:16]), y[:16]), parameters)
+        with torch.no_grad():
+            for p, g in zip(parameters, of_part, strict=True):
+                p.sub_(0.05 * g / norm)
+            for b, before in zip(reference.buffers(), buffers, strict=True):
+                b.copy_(before)
+        of_rest = torch.autograd.grad(nn.functional.cross_entropy(reference(x[16:]), y[16:]), parameters)
+        for p, a, b, r in zip(parameters, of_part, at_eps, of_rest, strict=True):
+            p.grad = a / 4 + 3 * r / 4 + b - a
+        base.step()
+    model, num_passed = cheap["train"](1 / 4, 3)
+    assert difference(model, reference) < 1e-6
+    assert num_passed == 3 * 64 * 1.25
+
+
 def test_a_resumed_run_ends_with_the_same_bits():
     whole, resumed = example("checkpoint_resume")["main"]()
     assert difference(whole, resumed) == 0

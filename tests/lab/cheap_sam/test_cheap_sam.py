@@ -112,3 +112,15 @@ def test_the_share_of_the_gain():
 def test_there_is_no_papers_scale():
     with pytest.raises(SpecError, match="use --scale laptop"):
         conditions("paper")
+
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_the_table_of_the_docs_is_what_the_runs_say(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
+    from collect_cheap_sam import RESULTS, table
+
+    text = (ROOT / "docs" / "cost.md").read_text()
+    shown = text.partition("<!-- arms: begin -->\n")[2].partition("\n<!-- arms: end -->")[0]
+    assert shown == table(RESULTS / "runs")
