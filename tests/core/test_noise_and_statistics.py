@@ -159,3 +159,10 @@ def test_the_second_loss_is_that_of_the_same_noise():
 
     opt.step(closure)
     assert opt.metrics.sharpness.item() == 0
+
+
+def test_the_random_state_of_every_device_is_kept_wherever_its_parameters_are():
+    """One group may hold parameters of several devices, as in a model split over them."""
+    here, there = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, device="meta"))
+    opt = SAM(torch.optim.SGD([here, there], lr=0.1))
+    assert opt._passes.devices() == [torch.device("cpu"), torch.device("meta")]

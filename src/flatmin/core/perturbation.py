@@ -146,8 +146,9 @@ def project_(points: Sequence[Tensor], p: float, *, radius: float = 1.0, gather:
         return
     if p == 2:
         squares = gather([torch.linalg.vector_norm(x).square().reshape(1) for x in points])
+        factor = (radius / squares.sum().sqrt()).clamp(max=1)
         for x in points:
-            x.mul_((radius / squares.sum().sqrt()).clamp(max=1))
+            x.mul_(factor.to(x.device, non_blocking=True))
         return
     if p != 1:
         raise ValueError(f"There is no projection for p={p}: p must be 1, 2 or inf where there are several steps.")
@@ -156,12 +157,12 @@ def project_(points: Sequence[Tensor], p: float, *, radius: float = 1.0, gather:
         sums = []
         for x in points:
             magnitude = x.abs()
-            active = magnitude > theta
+            active = magnitude > theta.to(x.device, non_blocking=True)
             sums.append(torch.stack([(magnitude * active).sum(), active.sum(dtype=x.dtype)]))
         total, count = gather(sums).sum(dim=0)
         theta = torch.maximum(theta, (total - radius) / count.clamp(min=1))
     for x in points:
-        x.copy_(x.sign() * (x.abs() - theta).clamp_(min=0))
+        x.copy_(x.sign() * (x.abs() - theta.to(x.device, non_blocking=True)).clamp_(min=0))
 
 
 def adaptive_scale(weight: Tensor, rho: float, eta: float | None) -> Tensor | float:

@@ -243,8 +243,7 @@ class StepPasses:
 
     def devices(self) -> list[torch.device]:
         """Return the devices of the parameters."""
-        groups = self.base.param_groups
-        return list(dict.fromkeys(group["params"][0].device for group in groups if group["params"]))
+        return list(dict.fromkeys(p.device for p in self.parameters()))
 
     def radii(self) -> list[float]:
         """Return the radius of each parameter group."""
