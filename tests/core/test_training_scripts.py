@@ -164,6 +164,22 @@ def test_losses_given_to_the_block_are_measured():
     assert opt.metrics.sharpness.isnan()  # nothing of the last step is left
 
 
+def test_a_closure_can_tell_its_passes_apart():
+    w, opt = make()
+    seen = []
+
+    def closure():
+        seen.append((opt.is_perturbed, w.tolist() == [1.0, -2.0, 0.5]))
+        opt.zero_grad()
+        loss = loss_of(w)
+        loss.backward()
+        return loss
+
+    opt.step(closure)
+    assert seen == [(False, True), (True, False)]
+    assert not opt.is_perturbed
+
+
 # Steps that are no SAM steps.
 
 

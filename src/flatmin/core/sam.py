@@ -198,6 +198,11 @@ class SAM(OptimizerWrapper):
         return self._state.metrics
 
     @property
+    def is_perturbed(self) -> bool:
+        """Whether the weights are at w + eps now; in a closure, log and count what is measured where this is False."""
+        return self._state.is_perturbed
+
+    @property
     def needs_perturbed_pass(self) -> bool:
         """Whether the next step needs a pass at w + eps; if not, ``step()`` may follow the first pass.
 
