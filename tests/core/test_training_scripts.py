@@ -325,6 +325,7 @@ class ScheduleFree(torch.optim.SGD):
     """Has two modes, as schedule-free optimizers do."""
 
     mode = "train"
+    _step_supports_amp_scaling = True  # as fused optimizers say
 
     def train(self):
         self.mode = "train"
