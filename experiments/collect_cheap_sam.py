@@ -67,20 +67,22 @@ def draw(runs: Path) -> None:
     found = finished(runs)
     if not found:
         return
-    figure, axes = plt.subplots(1, len(found), figsize=(6.4 * len(found), 4.6), squeeze=False, layout="constrained")
-    colors = {family: f"C{i}" for i, family in enumerate(dict.fromkeys(FAMILIES.values()))}
+    figure, axes = plt.subplots(1, len(found), figsize=(7.6 * len(found), 4.6), squeeze=False, layout="constrained")
+    families = list(dict.fromkeys(FAMILIES.values()))
     for axis, entries in zip(axes[0], found, strict=True):
         points = points_of(entries)
         front = pareto_front(points)
-        axis.plot([p.cost for p in front], [p.error.mean for p in front], color="0.6", zorder=0, label="Pareto front")
-        for p in points:
-            axis.errorbar(p.cost, p.error.mean, p.error.half_width, fmt="o", color=colors[FAMILIES[p.name]], capsize=3)
-            axis.annotate(p.name, (p.cost, p.error.mean), xytext=(6, 4), textcoords="offset points", fontsize=8)
+        axis.plot([p.cost for p in front], [p.error.mean for p in front], color="0.7", zorder=0, label="Pareto front")
+        for p in sorted(points, key=lambda p: -p.error.mean):
+            family = FAMILIES[p.name]
+            marker = "os^D"[[q.name for q in points if FAMILIES[q.name] == family].index(p.name) % 4]
+            color = f"C{families.index(family)}"
+            axis.errorbar(p.cost, p.error.mean, p.error.half_width, fmt=marker, color=color, capsize=3, label=p.name)
         axis.set_title(entries[0].condition.name)
         axis.set_xlabel("cost: passes over the training set, relative to SGD")
         axis.set_ylabel("test error, %")
         axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False)
+        axis.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9)
     figure.savefig(PLOT, dpi=110)
 
 
