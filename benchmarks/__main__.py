@@ -9,8 +9,8 @@ from benchmarks.harness import machine
 HERE = Path(__file__).parent
 PREAMBLE = """# Benchmarks
 
-What `make bench` printed. Only ratios within one run mean anything on a shared machine: contenders take turns, figures
-are medians over the rounds, and the spread stands beside them. To measure again: `make bench`; to put it here:
+What `make bench` printed. Only ratios within one run mean anything on a shared machine: methods take turns, figures
+are medians over the rounds, with their spread. To measure again: `make bench`; to put it here:
 `.venv/bin/python -m benchmarks --write`.
 
 """

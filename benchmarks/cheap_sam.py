@@ -74,7 +74,9 @@ def main() -> None:
         limit = f"{LIMITS[name]:.2f}" if name in LIMITS else ""
         extra = f"{(peaks[name] - peaks['SGD']) / size:.2f}"
         rows.append([name, f"{passes:g}", f"{middle:.3f}", f"{low:.3f} to {high:.3f}", limit, extra])
-    print(table(["method", "passes", "time over SGD's", "quartiles", "limit", "memory over SGD's, x parameters"], rows))
+    print(
+        table(["method", "passes", "time over SGD's", "quartiles", "at most", "memory over SGD's, x parameters"], rows)
+    )
 
     print("\nTime of a part of 1/8 (1.125 passes) over SGD's, by batch size:\n")
     rows = []

@@ -1,8 +1,8 @@
-"""What a SAM step costs beside its two passes: flatmin, its peers, and the limit.
+"""What a SAM step costs in addition to its two passes: flatmin, its peers, and the lower bound.
 
-The limit is two forward-backward passes and one step of the base optimizer (SGD with momentum). Time is the median of
-the ratio to it, round by round, with quartiles; memory is the peak over building the optimizer and a whole first step,
-beyond the limit's peak, in units of the parameters' size.
+The lower bound is two forward-backward passes and one step of the base optimizer (SGD with momentum). Time is
+the median ratio to it over the rounds, with quartiles; memory is the peak over building the optimizer and its first
+step, beyond the lower bound's peak, in units of the parameters' size.
 """
 
 import copy
@@ -62,8 +62,8 @@ class BareForeach:
         self.base.step()
 
 
-def contenders(model, x):
-    """Return a step of each contender, and the peak memory of building it and taking its first step."""
+def methods(model, x):
+    """Return a step of each method, and the peak memory of building it and taking its first step."""
     settings = {"lr": 1e-3, "momentum": 0.9}
     steps, peaks = {}, {}
 
@@ -115,7 +115,7 @@ def contenders(model, x):
 
         return make
 
-    add("limit: two passes + base step", limit)
+    add("lower bound: two passes + base step", limit)
     add("flatmin.SAM", flatmin)
     add("davda54's arithmetic", peer(LoopSAM))
     add("pytorch_optimizer.SAM, loop", published(False))
@@ -125,7 +125,7 @@ def contenders(model, x):
 
 
 def measure(title, model, x, rounds):
-    steps, peaks = contenders(model, x)
+    steps, peaks = methods(model, x)
     reference = next(iter(steps))
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     seconds = interleaved(steps, rounds)
@@ -136,7 +136,7 @@ def measure(title, model, x, rounds):
         rows.append([name, f"{middle:.3f}", f"{low:.3f} to {high:.3f}", f"{extra:.2f}"])
     count = len(list(model.parameters()))
     print(f"\n### {title}: {count} tensors, {size / 4 / 1e3:,.0f} k parameters, {rounds} rounds\n")
-    print(table(["contender", "time / limit", "quartiles", "extra memory / parameters"], rows))
+    print(table(["method", "time / lower bound", "quartiles", "extra memory / parameters"], rows))
 
 
 def main():

@@ -25,24 +25,24 @@ def machine() -> str:
     )
 
 
-def interleaved(contenders: dict[str, Callable[[], object]], rounds: int, warm_up: int = 2) -> dict[str, list[float]]:
-    """Return the CPU seconds of each contender in each round; a round runs every one of them once, in turning order.
+def interleaved(methods: dict[str, Callable[[], object]], rounds: int, warm_up: int = 2) -> dict[str, list[float]]:
+    """Return the CPU seconds of each method in each round; a round runs every one of them once, in turning order.
 
     CPU time, with one thread, because on a machine that is shared the time on the clock measures the others too.
     """
-    names = list(contenders)
+    names = list(methods)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for index in range(warm_up + rounds):
         for name in names[index % len(names) :] + names[: index % len(names)]:
             start = time.process_time()
-            contenders[name]()
+            methods[name]()
             if index >= warm_up:
                 seconds[name].append(time.process_time() - start)
     return seconds
 
 
 def ratio(seconds: dict[str, list[float]], name: str, reference: str) -> tuple[float, float, float]:
-    """Return the median and the quartiles of a contender's time over the reference's, round by round."""
+    """Return the median and the quartiles of a method's time over the reference's, round by round."""
     ratios = [a / b for a, b in zip(seconds[name], seconds[reference], strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
     return middle, low, high

@@ -26,14 +26,14 @@ BATCH = 128
 CPU = torch.device("cpu")
 
 
-def a_network():
+def a_model():
     torch.manual_seed(0)
     return build_model(Model(name="wrn-16-2"), num_classes=10).to(memory_format=torch.channels_last).train()
 
 
 def a_stepper(**optim):
     experiment = Experiment(data=Data(name="cifar10", batch_size=BATCH), optim=Optim(**optim))
-    return Stepper(experiment, a_network(), 0, Workers(device=CPU))
+    return Stepper(experiment, a_model(), 0, Workers(device=CPU))
 
 
 def endless_batches(augment):
@@ -48,14 +48,14 @@ def endless_batches(augment):
 
 
 def hand_written_step(batch):
-    network = a_network()
+    model = a_model()
     precision = resolve_precision("auto", CPU)
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=5e-4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=5e-4)
 
     def step():
         optimizer.zero_grad()
         with autocast(precision, CPU):
-            logits = network(batch.inputs)
+            logits = model(batch.inputs)
         loss = F.cross_entropy(logits.float(), batch.labels)
         loss.backward()
         optimizer.step()
@@ -70,14 +70,14 @@ def main():
     batch = next(basic)
     sgd, sam = a_stepper(), a_stepper(rho=0.05)
     steps = itertools.count()
-    contenders = {
+    methods = {
         "hand-written SGD step": hand_written_step(batch),
         "engine's SGD step": lambda: sgd.step(batch, next(steps), 0.1).at_w.loss.item(),
         "engine's SAM step": lambda: sam.step(batch, next(steps), 0.1).at_w.loss.item(),
         "input, basic": lambda: next(basic),
         "input, AutoAugment + Cutout": lambda: next(auto),
     }
-    seconds = interleaved(contenders, ROUNDS)
+    seconds = interleaved(methods, ROUNDS)
     comparisons = [
         ("engine's SGD step", "hand-written SGD step", 1.05),
         ("engine's SAM step", "engine's SGD step", 2.05),
@@ -90,7 +90,7 @@ def main():
         verdict = "yes" if middle <= limit else "NO"
         rows.append([name, reference, f"{middle:.3f}", f"{low:.3f} to {high:.3f}", f"{limit:g}", verdict])
     print(f"\n## The lab\n\nWRN-16-2, batch {BATCH}, {resolve_precision('auto', CPU)}, medians of {ROUNDS} rounds")
-    print(table(["what", "over", "ratio", "quartiles", "limit", "kept"], rows))
+    print(table(["what", "over", "ratio", "quartiles", "at most", "met"], rows))
 
 
 if __name__ == "__main__":

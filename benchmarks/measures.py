@@ -1,6 +1,6 @@
 """How fast the measures are, as ratios in one run: ``python -m benchmarks.measures [--repeats 5]``.
 
-Every contender runs once in every round, in turn, on one thread, and the medians over the rounds of its CPU
+Every method runs once in every round, in turn, on one thread, and the medians over the rounds of its CPU
 time are compared, so that a busy machine changes the ratios little. The peers (PyHessian, and curvlinops with
 scipy's eigsh) are left out where they are not installed.
 """
@@ -27,7 +27,7 @@ NUM_TOP, TOL = 5, 1e-3
 
 
 def problem(norm=True, num=256, steps=20):
-    """A network that was trained a little, so that its spectrum has outliers, and one batch."""
+    """A model that was trained a little, so that its spectrum has outliers, and one batch."""
     torch.manual_seed(0)
     model = resnet20(norm)
     y = torch.randint(10, (num,))
@@ -41,11 +41,11 @@ def problem(norm=True, num=256, steps=20):
     return model.eval(), x, y
 
 
-def medians(contenders, rounds, warm_up=1):
+def medians(methods, rounds, warm_up=1):
     """Run each in turn, and return the median CPU seconds of each."""
-    seconds = {name: [] for name in contenders}
+    seconds = {name: [] for name in methods}
     for index in range(warm_up + rounds):
-        for name, run in contenders.items():
+        for name, run in methods.items():
             start = time.process_time()
             run()
             if index >= warm_up:
@@ -86,7 +86,7 @@ def products(model, x, y):
         "gradient": lambda: gradient(model, x, y),
         "flatmin, one batch": lambda: one @ v,
         "flatmin, four batches": lambda: several @ v,
-        "kept graph": lambda: torch.autograd.grad(kept, weights, direction, retain_graph=True),
+        "reused graph": lambda: torch.autograd.grad(kept, weights, direction, retain_graph=True),
         "fresh graph": fresh,
         "dual numbers": dual,
     }
@@ -153,7 +153,7 @@ def top_five(model, x, y):
 
 def report_top_five():
     model, x, y = problem()
-    contenders = top_five(model, x, y)
+    methods = top_five(model, x, y)
     found = {}
 
     def keeping(name, run):
@@ -163,7 +163,7 @@ def report_top_five():
         return kept
 
     # One round, no warm-up: a run is dozens of products, and takes a minute or more.
-    seconds = medians({name: keeping(name, run) for name, run in contenders.items()}, rounds=1, warm_up=0)
+    seconds = medians({name: keeping(name, run) for name, run in methods.items()}, rounds=1, warm_up=0)
     exact = HessianOperator(model, LOSS, [(x, y)])
     rows = []
     for name, (values, vectors) in found.items():
@@ -189,12 +189,12 @@ def report_sharpness(repeats):
             for part_x, part_y in zip(x.split(m), y.split(m), strict=True):
                 LOSS(model(part_x), part_y)
 
-    contenders = {
+    methods = {
         "its 16 gradients": gradients,
         "16 losses": losses,
         "flatmin": lambda: m_sharpness(model, LOSS, [(x, y)], m=m),
     }
-    seconds = medians(contenders, repeats)
+    seconds = medians(methods, repeats)
     rows = [
         [name, f"{value / seconds['its 16 gradients']:.2f}", "at most 1.3" if name == "flatmin" else ""]
         for name, value in seconds.items()

@@ -1,4 +1,4 @@
-"""The network that the benchmarks run."""
+"""The model that the benchmarks run."""
 
 from torch import nn
 from torch.nn import functional as F

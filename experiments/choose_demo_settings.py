@@ -1,6 +1,6 @@
 """Chooses the settings of `flatmin demo` by validation error and writes them to src/flatmin/lab/demo/settings.json.
 
-As in the paper (Section 3.1), network and learning rate are those with which SGD does best, over both noise rates;
+As in the paper (Section 3.1), model and learning rate are those with which SGD does best, over both noise rates;
 then rho, for each noise rate, is the one with which SAM does best. Seeds are not those of the demonstration.
 
     python experiments/choose_demo_settings.py          # about ten minutes on two cores

@@ -2,7 +2,7 @@
 
     python experiments/collect_results.py RUNS
 
-Weights, events and logs stay behind. The tables between the markers of docs/reproduction.md are written anew, so that
+Weights, events and logs stay behind. The tables between the markers of docs/reproduction.md are rewritten, so that
 no number in them is typed in by hand; a test compares them with the runs.
 """
 
@@ -44,7 +44,7 @@ def findings(runs: Path) -> list[Findings]:
 def collect(source: Path, target: Path) -> None:
     """Copy the small files of the runs that the evidence uses."""
     if source.resolve() == target.resolve():
-        raise SystemExit(f"{source} is where the runs go. Give no folder to write the page anew from what is there.")
+        raise SystemExit(f"{source} is where the runs go. Give no directory to rewrite the page from the stored runs.")
     copy_small_files({run for found in findings(source) for run in found.runs}, source, target)
 
 
@@ -96,7 +96,7 @@ def images_per_second(runs: Path) -> float:
 def cost_table(runs: Path) -> str:
     """Return what each item costs on a laptop, as Markdown."""
     rate = images_per_second(runs)
-    lines = ["| item | where | networks | images forward and backward | hours of two cores |", "|---|---|---|---|---|"]
+    lines = ["| item | where | models | images forward and backward | hours of two cores |", "|---|---|---|---|---|"]
     for name, item in ITEMS.items():
         jobs = planned_jobs(item.study, "laptop")
         passes = cost(jobs)

@@ -12,7 +12,7 @@ from flatmin.lab.sweeps.jobs import Job
 __all__ = ["cost", "network_flops", "num_networks", "weighted_cost"]
 
 UNIT = Model(name="wrn-10-2")
-"""The network whose pass over an image of `UNIT_DATA` is 1 in `weighted_cost`."""
+"""The model whose pass over an image of `UNIT_DATA` is 1 in `weighted_cost`."""
 UNIT_DATA = "fashion-mnist"
 
 

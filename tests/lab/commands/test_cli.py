@@ -64,7 +64,7 @@ MISTAKES = [
     (["train", "--epochs", "many"], 2, "invalid literal for int()"),
     (["train", "--data.augment", "flip"], 2, "autoaugment"),
     (["train", "--model.name", "wrn-17-2"], 2, "6 n + 4"),
-    (["train", "--model.name", "timm/resnet51x"], 2, "has no network"),
+    (["train", "--model.name", "timm/resnet51x"], 2, "has no model"),
     (["train", "--model.checkpoint", "nowhere.pt"], 2, "no file nowhere.pt. Give the path of a file of weights"),
     (["train", "--model.checkpoint", "run:nothing"], 2, "no finished run runs/nothing. Train it first"),
     (["trian"], 2, "train"),

@@ -112,7 +112,7 @@ def test_an_item_whose_data_turns_out_to_be_damaged_does_not_stop_the_others(tmp
     (tmp_path / "data/flowers-102/imagelabels.mat").write_text("damaged")
     assert main(["reproduce", "flowers", "quick", "--scale", "smoke", "--runs", "runs", "--processes", "1"]) == 3
     said = plain(capsys)
-    assert "imagelabels.mat is damaged" in said
+    assert "imagelabels.mat is corrupt" in said
     assert "quick, smoke" in said
     assert "The page: runs/report-smoke/index.html" in said
 

@@ -174,7 +174,7 @@ def test_a_damaged_cifar_file_is_named_and_never_unpickled(damage, tmp_path, mon
     else:
         path.unlink()
     monkeypatch.setattr("pickle.load", lambda *a, **k: pytest.fail("unpickled before the checksum was compared"))
-    with pytest.raises(DataError, match=r"data_batch_3 is (damaged|missing).*Nothing was trained on it"):
+    with pytest.raises(DataError, match=r"data_batch_3 is (corrupt|missing).*Nothing was trained on it"):
         load_dataset(Data(name="cifar10"))
 
 
@@ -241,7 +241,7 @@ def test_svhn_joins_the_extra_images_and_moves_class_ten_to_zero(tmp_path, monke
     assert both.train.pixels.shape == (12, 3, 32, 32)
     assert both.train.labels.max() <= 9
     (tmp_path / "extra_32x32.mat").write_bytes(b"broken")
-    with pytest.raises(DataError, match=r"extra_32x32\.mat is damaged"):
+    with pytest.raises(DataError, match=r"extra_32x32\.mat is corrupt"):
         load_dataset(Data(name="svhn", extra=True), data_root=tmp_path)
 
 
@@ -374,7 +374,7 @@ def test_a_listed_file_that_is_not_there_is_named_at_the_start(tmp_path, monkeyp
 def test_an_incomplete_dataset_names_what_it_needs(tmp_path, monkeypatch):
     write_food(tmp_path, monkeypatch)
     (tmp_path / "food-101/meta/train.json").unlink()
-    with pytest.raises(DataError, match=r"food101 in .* is incomplete or damaged.*food-101\.tar\.gz"):
+    with pytest.raises(DataError, match=r"food101 in .* is incomplete or corrupt.*food-101\.tar\.gz"):
         load_dataset(Data(name="food101"), data_root=tmp_path)
 
 

@@ -154,7 +154,7 @@ def test_nothing_is_judged_by_the_replicas_that_went_well(item):
     found = ITEMS[item].study("laptop", lab)
     verdict = found.verdicts[0]
     assert verdict.status == "not tested"
-    assert "2 of 10 pairs are there" in verdict.evidence
+    assert "2 of 10 pairs are available" in verdict.evidence
     assert "Holm" not in verdict.evidence
     assert not cells(found, Comparison)
 
@@ -480,7 +480,7 @@ def test_a_measure_that_orders_the_zoo_scores_1_and_noise_does_not():
     assert scores(found)["1"] == pytest.approx(1.0)
     assert scores(found)["n"] < 0.3
     assert found.verdicts[0].status == "reproduced"
-    assert "48 networks" in found.verdicts[0].evidence
+    assert "48 models" in found.verdicts[0].evidence
     assert list(scores(found)) == ["1", "4", "16", "64", "256", "n"]
     assert list(found.figures[0].series[0].x) == [1, 4, 16, 64, 256, 1000]
 
@@ -519,7 +519,7 @@ def test_networks_that_did_not_reach_the_loss_are_left_out_and_counted():
     found = ITEMS["predictive"].study(
         "laptop", zoo_lab(lambda m, gap, rng: 1000.0 - gap if gap < 5 else gap, num_stuck=5, gap=gap)
     )
-    assert any("43 networks of 48 are counted; 5 did not come to the loss" in note for note in found.notes)
+    assert any("43 models of 48 are counted; 5 did not come to the loss" in note for note in found.notes)
     assert scores(found)["1"] == pytest.approx(1.0)
     assert all(len(series.x) == 43 for series in found.figures[1].series)
 
@@ -538,10 +538,10 @@ def test_no_score_means_too_few_networks_and_nothing_else(monkeypatch):
     monkeypatch.setattr(lab, "keep", lambda job: job.name == first)
     found = ITEMS["predictive"].study("laptop", lab)
     assert found.verdicts[0].status == "not tested"
-    assert found.verdicts[0].evidence.startswith("47 networks of the zoo are missing")
+    assert found.verdicts[0].evidence.startswith("47 models of the zoo are missing")
     monkeypatch.setattr(lab, "keep", lambda job: True)
     stuck = ITEMS["predictive"].study("laptop", zoo_lab(lambda m, gap, rng: gap, num_stuck=47))
-    assert stuck.verdicts[0].evidence == "Too few networks are there to score a measure."
+    assert stuck.verdicts[0].evidence == "Too few models are available to score a measure."
 
     def refuse(*_):
         raise ValueError("another mistake")
@@ -638,7 +638,7 @@ def test_noise_may_not_lower_the_error_at_any_of_its_two_scales(proof, half_widt
     found = ITEMS["bound"].study("laptop", Made(lambda job: {"test_error": 0.2}, facts))
     _, verdict = found.verdicts
     assert verdict.status == held
-    falls = 10 if held == "not reproduced" else 0  # of ten networks
+    falls = 10 if held == "not reproduced" else 0  # of ten models
     assert f"in {falls} of 20 measurements" in verdict.evidence
     stated, _, at_proof, widths = found.tables[1].rows
     assert (stated[1].measured.mean, at_proof[2].measured.mean) == pytest.approx((0.7, proof))
@@ -668,7 +668,7 @@ def test_more_epochs_are_judged_with_sam_from_each_to_the_next_and_without_it_at
     found = ALL_ITEMS["imagenet"].study("laptop", Made(metrics))
     falls, rises = found.verdicts[-2:]
     assert [falls.status, rises.status] == held
-    assert falls.claim == "With SAM the error goes on falling from 100 to 200 to 400 epochs."
+    assert falls.claim == "With SAM the error keeps falling from 100 to 200 to 400 epochs."
     assert "(40 epochs) against" in falls.evidence
     assert "(80 epochs) against" in falls.evidence
     assert "(40 epochs) against" in rises.evidence
@@ -682,7 +682,7 @@ def test_every_laptop_item_names_the_settings_of_its_networks(item):
     found = ALL_ITEMS[item].study("laptop", DryRunner())
     if found.item != "error-reduction":  # its settings are in the tables that it is drawn from
         named = {h.name for h in found.hyperparameters}
-        assert {"network", "training images", "batch size", "learning rate", "momentum", "epochs"} <= named
+        assert {"model", "training images", "batch size", "learning rate", "momentum", "epochs"} <= named
     assert len(found.hyperparameters) == len({h.name for h in found.hyperparameters})
 
 

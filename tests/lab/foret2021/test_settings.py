@@ -177,7 +177,7 @@ def test_every_item_has_hyperparameters_with_a_source_and_ours_say_why():
 
 def test_a_training_says_which_of_its_fields_are_the_papers():
     found = {h.name: (h.value, h.source, h.note) for h in settings.HESSIAN.hyperparameters("rho")}
-    assert found["network"] == ("wrn-40-10", "paper", "")
+    assert found["model"] == ("wrn-40-10", "paper", "")
     assert found["learning rate"] == (0.05, "ours", settings.HESSIAN.note)
     assert found["m"][:2] == (32, "ours")
     assert "rho" not in found

@@ -335,7 +335,7 @@ def test_a_checkpoint_that_is_missing_damaged_foreign_or_more_than_tensors_is_re
     with pytest.raises(ModelError, match="cannot be read"):
         build(tmp_path / "cut.safetensors")
     torch.save(build_model(Model(name="wrn-16-1"), num_classes=10).state_dict(), tmp_path / "other.pt")
-    with pytest.raises(ModelError, match="does not belong to this network"):
+    with pytest.raises(ModelError, match="does not belong to this model"):
         build(tmp_path / "other.pt")
     torch.save([1, 2], tmp_path / "list.pt")
     with pytest.raises(ModelError, match="no mapping of names to tensors"):
@@ -366,7 +366,7 @@ def test_timms_networks_tell_their_head_and_their_statistics():
 
 
 def test_an_unknown_network_of_timm_is_answered_with_names_that_exist():
-    with pytest.raises(ModelError, match=r"no network 'resnet51x'.*resnet"):
+    with pytest.raises(ModelError, match=r"no model 'resnet51x'.*resnet"):
         build_model(Model(name="timm/resnet51x"), num_classes=10)
 
 

@@ -155,7 +155,7 @@ def test_nothing_is_judged_while_a_replica_of_either_side_is_missing_or_came_to_
 
 @pytest.mark.parametrize(
     ("how", "note"),
-    [(None, "4 of 5 replicas of SAM are there"), ("diverged", "1 of 5 replicas of SAM came to nothing")],
+    [(None, "4 of 5 replicas of SAM are available"), ("diverged", "1 of 5 replicas of SAM failed")],
 )
 def test_a_cell_says_what_is_wanting_and_names_the_runs_of_its_values_alone(how, note):
     def ending(job):

@@ -54,7 +54,7 @@ def test_pairs_are_those_of_the_seeds_that_both_have():
     assert found.describe(0.3).startswith("error, %: 2.5 (SAM) against 4.5 (SGD); difference -2 ± ")
     asked_for_three = contrast(found.lower, found.higher, num_asked=3)
     assert math.isnan(asked_for_three.p_value)
-    assert asked_for_three.describe(math.nan).endswith("2 of 3 pairs are there, nothing is judged before all are")
+    assert asked_for_three.describe(math.nan).endswith("2 of 3 pairs are available, nothing is judged before all are")
     assert math.isnan(ONE_PAIR.p_value)
     assert ONE_PAIR.describe(math.nan).endswith("n = 1, too few for a test")
 
@@ -101,7 +101,7 @@ def test_missing_comparison_of_the_family_counts_as_not_rejected(p_values, num_w
     assert [family.status(c) for c in there] == statuses
     assert family.status(WAITING) == "not tested" if num_waiting else True
     for c, status in zip(there, statuses, strict=True):
-        said = f"open until the {num_waiting} missing ones are there" in family.judge("It is lower.", [c]).evidence
+        said = f"open until the {num_waiting} missing ones are available" in family.judge("It is lower.", [c]).evidence
         assert said == (status == "not tested")
 
 
@@ -177,4 +177,4 @@ def test_a_run_is_missing_until_it_is_measured_in_full():
     assert recorder.outcomes([one.job for one in found], "") == found
     assert recorder.num_missing == 3
     assert recorder.runs == tuple(one.job.name for one in found)
-    assert recorder.notes == (f"{diverged.job.name} came to nothing: diverged",)
+    assert recorder.notes == (f"{diverged.job.name} failed: diverged",)

@@ -245,7 +245,7 @@ def test_ray_is_asked_for_by_name_where_it_is_missing(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("measurement", "message"),
     [
-        (Measurement(kind="spectrum", settings=(("eigenvalues", 5),)), "eigenvalues is no setting of the measure"),
+        (Measurement(kind="spectrum", settings=(("eigenvalues", 5),)), "eigenvalues is not a setting of the measure"),
         (Measurement(kind="beauty"), "'beauty' cannot be measured"),
     ],
 )

@@ -30,7 +30,7 @@ class Arm:
     family: str
     """What shares a color in the plot."""
     settings: dict[str, Any]
-    """Of `Optim`, beside the radius."""
+    """Of `Optim`, in addition to the radius."""
     factor: float | None = 1.0
     """Of SAM's radii; None: no SAM."""
     epochs: float = 1.0
@@ -122,7 +122,7 @@ def _condition(
 
 
 def cost_in_passes(experiment: Experiment, epochs: int) -> float:
-    """Return the passes over the training set relative to SGD's, which trains for so many epochs.
+    """Return the passes over the training set relative to SGD's, which trains for the given number of epochs.
 
     Example:
         >>> cost_in_passes(Experiment(optim=Optim(rho=0.1, part=1 / 8), epochs=40), 40)

@@ -25,7 +25,7 @@ from flatmin.lab.errors import DataError
 from flatmin.lab.spec.datasets import FOLDER_PREFIX, DatasetInfo, dataset_info
 from flatmin.lab.spec.experiment import Data
 
-FASHION_MNIST_FILES = {  # md5 of the uncompressed files: packages compress them anew
+FASHION_MNIST_FILES = {  # md5 of the uncompressed files: packages recompress them
     "train-images-idx3-ubyte": "f4a8712d7a061bf5bd6d2ca38dc4d50a",
     "train-labels-idx1-ubyte": "9018921c3c673c538a1fc5bad174d6f9",
     "t10k-images-idx3-ubyte": "8181f5470baa50b63fa0f6fddb340f0a",
@@ -54,10 +54,10 @@ def load_dataset(data: Data, *, data_root: Path | None = None) -> Dataset:
 
     Args:
         data: which dataset, and how it is to be divided.
-        data_root: the first folder in which it is looked for.
+        data_root: the first directory that is searched for it.
 
     Raises:
-        DataError: it is missing or damaged.
+        DataError: it is missing or corrupt.
     """
     info = dataset_info(data.name)
     train: Images
@@ -74,7 +74,7 @@ def load_dataset(data: Data, *, data_root: Path | None = None) -> Dataset:
         if data.train_size > len(kept):
             raise DataError(
                 f"data.train_size is {data.train_size}, but {data.name} has only {len(kept)} training "
-                "examples (beside the validation split). Choose a smaller number, or None for all."
+                "examples (in addition to the validation split). Choose a smaller number, or None for all."
             )
         kept = kept[subset(len(kept), data.train_size, data.seed)]
     labels, flipped = noisy_labels(train.labels[kept], data.label_noise, info.num_classes, data.seed)
@@ -155,10 +155,10 @@ def _read_idx(folder: Path, name: str) -> NDArray[np.uint8]:
     except FileNotFoundError:
         raise DataError(f"{raw} (or {packed.name}) is missing: Fashion-MNIST is incomplete.") from None
     except (OSError, EOFError, gzip.zlib.error) as error:  # type: ignore[attr-defined]
-        raise DataError(f"{path} is damaged or incomplete: {error}. Fetch it again.") from error
+        raise DataError(f"{path} is corrupt or incomplete: {error}. Fetch it again.") from error
     if hashlib.md5(content, usedforsecurity=False).hexdigest() != FASHION_MNIST_FILES[name]:
         raise DataError(
-            f"{path} is damaged or incomplete: the md5 of its content is not "
+            f"{path} is corrupt or incomplete: the md5 of its content is not "
             f"{FASHION_MNIST_FILES[name]}. Fetch it again."
         )
     return np.frombuffer(content, dtype=np.uint8, offset=4 * (1 + content[3])).copy()
@@ -230,7 +230,7 @@ def _listings(name: str, data_root: Path | None) -> tuple[Listing, Listing]:
             return [(Path(path), int(label)) for path, label in (part[i] for i in range(len(part)))]
         except (RuntimeError, OSError, ValueError, KeyError) as error:
             raise DataError(
-                f"{name} in {root} is incomplete or damaged: {error} It needs {info.files} (source: {info.source})."
+                f"{name} in {root} is incomplete or corrupt: {error} It needs {info.files} (source: {info.source})."
             ) from error
 
     return [pair for split in train_splits for pair in listing(split)], listing(test_split)

@@ -97,7 +97,7 @@ class FileImages:
                 image = file.convert("RGB")
         except Exception as error:  # Pillow's decoders raise errors of many types over broken files
             raise DataError(
-                f"{path} cannot be read as an image: {error}. It is damaged or incomplete: fetch it again, "
+                f"{path} cannot be read as an image: {error}. It is corrupt or incomplete: fetch it again, "
                 "or remove it from the dataset. Nothing was trained on it."
             ) from error
         if random_crop:

@@ -92,7 +92,7 @@ class Pipeline:
         return self._prepared(images, jobs)
 
     def _prepared(self, images: Images, jobs: Sequence[Callable[[], Batch]]) -> Iterator[Batch]:
-        # On the CPU, batches in memory are ready in no time, and a thread would take a core from the network.
+        # On the CPU, batches in memory are ready in no time, and a thread would take a core from the model.
         ahead = isinstance(images, FileImages) or self.device.type != "cpu"
         return _made_ahead(jobs) if ahead else (job() for job in jobs)
 
@@ -154,7 +154,7 @@ class Pipeline:
 
 
 def _made_ahead(jobs: Sequence[Callable[[], Batch]]) -> Iterator[Batch]:
-    """Yield the batches in order; the next one is prepared by a thread while the network works on the one before."""
+    """Yield the batches in order; the next one is prepared by a thread while the model works on the one before."""
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch") as ahead:
         future = None
         for job in jobs:

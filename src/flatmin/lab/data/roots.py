@@ -17,7 +17,7 @@ DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  # the package 
 
 
 def search_path(data_root: Path | None = None) -> list[Path]:
-    """Return the folders in which datasets are looked for, best first.
+    """Return the directories that are searched for datasets, best first.
 
     They are ``data_root`` (``--data-root``), the environment's FLATMIN_DATA, ./data and the user's cache.
     """
@@ -28,9 +28,9 @@ def search_path(data_root: Path | None = None) -> list[Path]:
 
 
 def find(name: str, data_root: Path | None = None) -> Path | None:
-    """Return the folder that holds a dataset (its files are not looked at), or None.
+    """Return the directory that holds a dataset (its files are not looked at), or None.
 
-    An empty folder of the right name is none: that is what is left where fetching it failed.
+    An empty directory of the right name does not count: a failed download leaves one.
     """
     if name == "fashion-mnist":
         return next((f for f in fashion_mnist_folders(data_root) if any(f.glob("train-images-idx3-ubyte*"))), None)
@@ -45,12 +45,12 @@ def fashion_mnist_folders(data_root: Path | None = None) -> list[Path]:
 
 
 def find_or_download(name: str, data_root: Path | None, download: Callable[[Path], None] | None) -> Path:
-    """Return the folder that holds a dataset; fetch it if there is none.
+    """Return the directory that holds a dataset; fetch it if there is none.
 
     Args:
         name: of the dataset, as in the catalogue.
-        data_root: the first folder to look in, and the one to download to.
-        download: fetches the dataset into a folder; None where nobody offers it.
+        data_root: the first directory to look in, and the one to download to.
+        download: fetches the dataset into a directory; None where nobody offers it.
 
     Raises:
         DataError: it is nowhere and cannot be fetched; the message says which files to put where.
@@ -67,17 +67,17 @@ def find_or_download(name: str, data_root: Path | None, download: Callable[[Path
         try:
             _download_whole(download, target, info.marker)
             return target
-        except (OSError, RuntimeError) as error:  # no network, no room, a wrong checksum
+        except (OSError, RuntimeError) as error:  # no connection, no room, a wrong checksum
             reason = f"Downloading it failed ({type(error).__name__}: {error})."
     raise DataError(
         f"{name} is in none of {', '.join(str(r) for r in roots)}. {reason} Put {info.files} into {target} "
         f"(source: {info.source}), "
-        f"or name the folder that holds them with --data-root or {ENVIRONMENT_VARIABLE}."
+        f"or name the directory that holds them with --data-root or {ENVIRONMENT_VARIABLE}."
     )
 
 
 def _download_whole(download: Callable[[Path], None], target: Path, marker: str) -> None:
-    """Fetch into a folder aside, then move: half of a dataset would be taken for the whole of it ever after."""
+    """Download to a temporary directory, then move it: half a dataset must not be taken for a complete one."""
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".download-", dir=target) as aside:
         download(Path(aside))
@@ -107,9 +107,9 @@ def check_files(name: str, folder: Path, checksums: Iterable[tuple[str, str]]) -
     for relative, md5 in checksums:
         path = folder / relative
         if not path.is_file():
-            raise DataError(f"{path} is missing: {name} is incomplete. {_remedy(name)}")
+            raise DataError(f"{path} is missing: {name} is incomplete. {_fix(name)}")
         if file_md5(path) != md5:
-            raise DataError(f"{path} is damaged or incomplete: its md5 is not {md5}. {_remedy(name)}")
+            raise DataError(f"{path} is corrupt or incomplete: its md5 is not {md5}. {_fix(name)}")
 
 
 def file_md5(path: Path) -> str:
@@ -121,5 +121,5 @@ def file_md5(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _remedy(name: str) -> str:
+def _fix(name: str) -> str:
     return f"Remove it and fetch it again (source: {dataset_info(name).source}). Nothing was trained on it."

@@ -1,6 +1,6 @@
 """Imports torchvision, also where its compiled operators cannot be loaded; the lab gets it from here.
 
-A torchvision wheel built for CUDA does not find its compiled library's dependencies beside a CPU-only torch
+A torchvision wheel built for CUDA does not find its compiled library's dependencies next to a CPU-only torch
 of the same version. Its Python part then fails on import ("operator torchvision::nms does not exist"),
 because it attaches shape functions to operators that nobody has defined. None of them (they belong to object
 detection) is used by flatmin, so declaring their names is enough. Where the compiled library loads, nothing

@@ -1,6 +1,6 @@
 """The study behind ``flatmin demo``: SGD and SAM on 500 embedded digits, with clean and with 40 % noisy labels.
 
-Network, learning rate and rho were tuned on validation data by ``experiments/choose_demo_settings.py``, whose result is
+Model, learning rate and rho were tuned on validation data by ``experiments/choose_demo_settings.py``, whose result is
 ``settings.json``; the test set was not used. It takes two minutes on two cores.
 """
 
@@ -45,7 +45,7 @@ CURVATURE = Measurement(kind="spectrum", settings=(("num_eigenvalues", 1), ("ste
 SPECTRUM = Measurement(kind="spectrum", settings=(("num_eigenvalues", 1), ("steps", 40), ("probes", 2)))
 LANDSCAPE = Measurement(kind="landscape", settings=(("span", 1.0), ("points", 15)))
 ABOUT = (
-    "A small network trained with SGD, with SGD for twice as many epochs (SAM computes two gradients per step), with "
+    "A small model trained with SGD, with SGD for twice as many epochs (SAM computes two gradients per step), with "
     "SAM, and with SAM on an eighth of each batch (1.125 gradients per step); with clean labels, and with 40 % of the "
     "training labels replaced by another class. Three seeds each; test errors on 500 other digits with clean labels."
 )
@@ -53,7 +53,7 @@ NOTES = (
     "m-sharpness: how far the training loss rises within rho = 0.05 on subsets of 64 examples. lambda_max: the largest "
     "eigenvalue of the Hessian of the training loss. Both are measured at the final weights, on the training set with "
     "the labels that were trained on.",
-    "A network that has fitted all its labels, noisy ones included, also has a flat neighborhood: check its training "
+    "A model that has fitted all its labels, noisy ones included, also has a flat neighborhood: check its training "
     "error.",
     "Data: Optical Recognition of Handwritten Digits, E. Alpaydin and C. Kaynak, UCI Machine Learning Repository "
     "(CC BY 4.0).",
@@ -98,7 +98,7 @@ def demo_experiments(seed: int) -> dict[tuple[float, str], Experiment]:
 
 
 def demo(runner: Runner) -> Findings:
-    """Train and measure all networks, and return what they show."""
+    """Train and measure all models, and return what they show."""
     recorder = RecordingRunner(runner)
     by_seed = {seed: demo_experiments(seed) for seed in SEEDS}
     jobs = {
@@ -119,7 +119,7 @@ def demo(runner: Runner) -> Findings:
         figures=[figure for noise in NOISE_RATES for figure in _figures(found[noise], noise)],
         verdicts=[verdict for noise in NOISE_RATES for verdict in _verdicts(found[noise], noise)],
         hyperparameters=[
-            Hyperparameter(name="network", value=settings["chosen"]["network"], source="validation"),
+            Hyperparameter(name="model", value=settings["chosen"]["network"], source="validation"),
             Hyperparameter(name="learning rate", value=settings["chosen"]["lr"], source="validation"),
             *(
                 Hyperparameter(name=f"rho, {_labels(float(noise))}", value=rho, source="validation")
@@ -207,11 +207,11 @@ def _tuning(settings: dict[str, Any]) -> Table:
         for line in settings["sweep"]
     ]
     return Table(
-        title="How network, learning rate and rho were chosen",
-        columns=("noisy labels", "network", "learning rate", "rho", "validation error"),
+        title="How model, learning rate and rho were chosen",
+        columns=("noisy labels", "model", "learning rate", "rho", "validation error"),
         folded=True,
         rows=rows,
-        note="On held-out validation digits, with other seeds; the test set was not used. First network and learning "
+        note="On held-out validation digits, with other seeds; the test set was not used. First model and learning "
         "rate for SGD, then rho for SAM, for each noise rate.",
     )
 

@@ -1,4 +1,4 @@
-"""What runs cost: how often an image passes forward and backward through a network, FLOPs and disk."""
+"""What runs cost: how often an image passes forward and backward through a model, FLOPs and disk."""
 
 from collections.abc import Iterable
 from functools import lru_cache
@@ -33,7 +33,7 @@ def cost(jobs: Iterable[Job]) -> int:
 
 
 def num_networks(jobs: Iterable[Job]) -> int:
-    """Return how many networks are trained, those included whose predictions are another's labels."""
+    """Return how many models are trained, those included whose predictions are another's labels."""
     return len(_experiments(jobs))
 
 
@@ -54,7 +54,7 @@ def disk_bytes(jobs: Iterable[Job]) -> int:
 
 
 def network_flops(experiment: Experiment) -> int:
-    """Return the floating-point operations of a network's forward pass over one image; nothing is computed."""
+    """Return the floating-point operations of a model's forward pass over one image; nothing is computed."""
     size = experiment.data.image_size or dataset_info(experiment.data.name).size
     return _flops(*_shape(experiment), size)
 

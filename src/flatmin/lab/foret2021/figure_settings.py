@@ -35,7 +35,7 @@ def tuned_rho(recorder: RecordingRunner, item: str, scale: Scale, paper: Trainin
 
     Args:
         recorder: trains the candidates.
-        item: whose networks they are.
+        item: whose models they are.
         scale: of the study.
         paper: the settings at the paper's scale.
         sgd: what is trained without SAM.
@@ -56,7 +56,7 @@ def start(scale: Scale, paper: Training, *, rho: float, dataset: str = "cifar10"
     """Return the experiment that a figure varies, evaluated at its end; without SAM where rho is 0.
 
     Args:
-        scale: laptop and smoke have a network and data of their own.
+        scale: laptop and smoke have their own model and data.
         paper: the settings at the paper's scale.
         rho: SAM's.
         dataset: at the paper's scale.

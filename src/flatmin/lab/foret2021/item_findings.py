@@ -107,7 +107,7 @@ def table_findings(
         claims: the paper's numbers.
         settings: the name of the paper's hyperparameters.
         further: returns claims on several conditions, with the comparisons that each consists of.
-        shape: what `condition_findings` takes beside.
+        shape: other arguments of `condition_findings`.
     """
     entries, needed = run_conditions(conditions, runner, item, replica_seeds(scale))
     return condition_findings(

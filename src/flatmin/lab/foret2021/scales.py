@@ -1,6 +1,6 @@
 """The two scales below the paper's: a laptop's two cores, and seconds.
 
-The laptop's settings were found by validation error alone: networks with far more parameters than examples, which fit
+The laptop's settings were found by validation error alone: models with far more parameters than examples, which fit
 their training set, so that what is measured is generalization.
 """
 
@@ -11,7 +11,7 @@ from flatmin.lab.studies.conditions import SEEDS
 from flatmin.lab.studies.item import Scale
 
 LAPTOP_RHOS = (0.05, 0.1, 0.2, 0.5)
-"""The upper part of the paper's grid: small networks on few examples take a larger rho."""
+"""The upper part of the paper's grid: small models on few examples take a larger rho."""
 LAPTOP_LRS, LAPTOP_DECAYS = (0.05, 0.1), (5e-4, 1e-3)
 LAPTOP_M = 16
 
@@ -82,35 +82,35 @@ def smoke(model: str) -> Experiment:
     )
 
 
-PAPER_SUMMARY = "The paper's own networks, data and settings; where it gives none, the table below says what was taken."
+PAPER_SUMMARY = "The paper's own models, data and settings; where it gives none, the table below says what was taken."
 SMOKE_SUMMARY = "One epoch on 40 digits: this shows that everything runs, and nothing else."
 SIGN_ONLY = "What can be compared is the sign of a difference, not its size."
 LAPTOP_SUMMARIES: dict[tuple[str, ...], str] = {
-    ("table1", "svhn-fashion", "rho-0.05"): "A small network (WRN-10-2, or as small a Shake-Shake) on 1,000 images "
+    ("table1", "svhn-fashion", "rho-0.05"): "A small model (WRN-10-2, or as small a Shake-Shake) on 1,000 images "
     "of Fashion-MNIST or CIFAR-10 for 40 epochs on a laptop's two cores, in place of WRN-28-10 and larger on "
-    "50,000 images for 200 to 1,800 epochs on 8 GPUs. The network has many times more parameters than examples. "
+    "50,000 images for 200 to 1,800 epochs on 8 GPUs. The model has many times more parameters than examples. "
     f"Errors are far higher than the paper's. {SIGN_ONLY} The replicas share one subset of the images. Where a "
     "method's name has m = 16, batch norm and SAM see an eighth of a batch at once, as on each of the paper's 8 "
     "accelerators.",
-    ("imagenet",): "A small network (WRN-10-2) on 1,000 images of CIFAR-10 for 20, 40 and 80 epochs on a laptop's "
+    ("imagenet",): "A small model (WRN-10-2) on 1,000 images of CIFAR-10 for 20, 40 and 80 epochs on a laptop's "
     "two cores, in place of ResNets on the 1.28 million images of ImageNet for 100, 200 and 400 epochs on 32 "
     f"accelerators. The paper's numbers are ResNet-50's. {SIGN_ONLY}",
     ("fine-tuning", "fine-tuning-rho-0.05"): "EfficientNet-Lite0, pretrained on ImageNet, on Flowers-102 at 128 "
     "pixels for 3 epochs, in place of EfficientNet-b7 and -L2 at 475 to 600 pixels for 5,000 steps of 1,024 images.",
-    ("label-noise",): "A small network (WRN-10-2) on 1,000 images of Fashion-MNIST for 40 epochs on a laptop's two "
-    "cores, in place of ResNet-32 on 50,000 images of CIFAR-10 for 200 epochs on 8 GPUs. The network has many "
+    ("label-noise",): "A small model (WRN-10-2) on 1,000 images of Fashion-MNIST for 40 epochs on a laptop's two "
+    "cores, in place of ResNet-32 on 50,000 images of CIFAR-10 for 200 epochs on 8 GPUs. The model has many "
     f"times more parameters than examples. {SIGN_ONLY} The replicas share one subset of the images and one draw of "
     "noisy labels. rho is chosen from 0.05 to 0.5, Mixup's alpha from 1 and 8, by validation error; the paper "
     "reports the best of its alphas.",
-    ("noise-and-rho",): "A small network (WRN-10-2) on 1,000 images of Fashion-MNIST for 40 epochs on a laptop's "
+    ("noise-and-rho",): "A small model (WRN-10-2) on 1,000 images of Fashion-MNIST for 40 epochs on a laptop's "
     "two cores, in place of ResNet-32 on CIFAR-10 for 200 epochs, with m = 16, an eighth of a batch. One run each.",
-    ("error-reduction",): "The laptop's conditions of Tables 1, 2, 3 and 5: small networks on 1,000 images of "
-    "CIFAR-10 or Fashion-MNIST, and EfficientNet-Lite0 fine-tuned on Flowers-102, in place of the paper's networks "
+    ("error-reduction",): "The laptop's conditions of Tables 1, 2, 3 and 5: small models on 1,000 images of "
+    "CIFAR-10 or Fashion-MNIST, and EfficientNet-Lite0 fine-tuned on Flowers-102, in place of the paper's models "
     "and datasets. What can be compared is the sign of a reduction, not its size.",
 }
 """What differs from the paper's experiments on a laptop, by item."""
 FIGURES_SUMMARY = (
-    "Small networks on 1,000 images of Fashion-MNIST, without augmentation, for 40 epochs on a laptop's two cores, in "
+    "Small models on 1,000 images of Fashion-MNIST, without augmentation, for 40 epochs on a laptop's two cores, in "
     "place of large ones on the 50,000 images of CIFAR. They have many times more parameters than examples and fit "
     f"their training set. {SIGN_ONLY}"
 )

@@ -22,7 +22,7 @@ DEFAULT_RHO = 0.05
 DROP_LAST = CUTOUT_SHARED = True
 CROP_PADDING = 32
 RESIZE: Literal["bicubic"] = "bicubic"
-NAMES = {"model": "network", "epochs": "epochs", "batch_size": "batch size", "lr": "learning rate"}
+NAMES = {"model": "model", "epochs": "epochs", "batch_size": "batch size", "lr": "learning rate"}
 NAMES |= {"weight_decay": "weight decay", "rho": "rho", "m": "m"}
 """What a page calls the fields of a `Training`, in its order."""
 

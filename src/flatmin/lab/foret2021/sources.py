@@ -146,7 +146,7 @@ ours | twice the epochs | SGD and Mixup | the paper doubles in Section 3.1 only;
 paper | augmentation | basic | as for all of CIFAR-10
 ours | replicas | {settings.NUM_REPLICAS} | not given for this table
 [landscapes]
-ours | SGD's network | trained here | the paper's is the checkpoint of Li et al. (2018), shown if its file exists
+ours | SGD's model | trained here | the paper's is the checkpoint of Li et al. (2018), shown if its file exists
 [hessian]
 paper | batch norm | none
 ours | start without batch norm | SkipInit, with Fixup's factors | not given
@@ -159,7 +159,7 @@ paper | dataset | CIFAR-10 | 'a small ResNet'
 ours | m | {_grid(settings.M_GRID)} | not given
 ours | rho grid | {RHOS} | the figure's values are not given in the text
 [predictive-power]
-paper | networks | the two public tasks of Predicting Generalization in Deep Learning (NeurIPS 2020)
+paper | models | the two public tasks of Predicting Generalization in Deep Learning (NeurIPS 2020)
 paper | measure | mutual information between m-sharpness and the generalization gap
 ours | m | {_grid(settings.M_GRID)} | not given
 [second-order]
@@ -172,7 +172,7 @@ ours | rho grid, p = 2 and random | {RHOS} | the figure's values are not given i
 ours | rho grid, p = inf | rho / sqrt(number of parameters) | not given; as long as for p = 2
 [ascent-steps]
 ours | rho | {_grid([t.rho for t in settings.ASCENT_STEPS.values()])} | on CIFAR-10 and CIFAR-100; not given; Table 6's
-ours | network | 'a WideResNet' | WRN-28-10: its errors in Table 1 are near those after one step
+ours | model | 'a WideResNet' | WRN-28-10: its errors in Table 1 are near those after one step
 paper | ascent steps | {_grid(settings.ASCENT_STEPS_GRID)}
 ours | length of an ascent step | rho, then projection onto the ball | not given
 paper | replicas | {settings.ASCENT_NUM_RUNS} | mean and standard deviation

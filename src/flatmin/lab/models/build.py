@@ -1,4 +1,4 @@
-"""From a `Model` spec to a network: the paper's small networks from here, all others from timm."""
+"""Builds models from a `Model` spec: the paper's small models from here, all others from timm."""
 
 from difflib import get_close_matches
 from typing import Any
@@ -18,15 +18,15 @@ from flatmin.lab.spec.models import check_model_name
 
 
 def build_model(model: Model, *, num_classes: int, in_channels: int = 3) -> nn.Module:
-    """Return a freshly initialized network (from torch's generator), or one with a checkpoint's weights.
+    """Return a freshly initialized model (from torch's generator), or one with a checkpoint's weights.
 
     Args:
-        model: which network, and which checkpoint.
+        model: which model, and which checkpoint.
         num_classes: outputs.
         in_channels: color channels of the images.
 
     Raises:
-        ModelError: timm has no such network, or the checkpoint cannot be used; the message says why.
+        ModelError: timm has no such model, or the checkpoint cannot be used; the message says why.
     """
     network = _fresh(model, num_classes, in_channels)
     if model.design == "reference":
@@ -37,15 +37,15 @@ def build_model(model: Model, *, num_classes: int, in_channels: int = 3) -> nn.M
 
 
 def head_name(network: nn.Module) -> str:
-    """Return the name of the last layer, ``head`` in the networks written here."""
-    # timm's networks say it in their configuration; of several classifiers the first is the network's own.
+    """Return the name of the last layer, ``head`` in the models written here."""
+    # timm's models say it in their configuration; of several classifiers the first is the model's own.
     configuration: dict[str, Any] = getattr(network, "pretrained_cfg", {})
     name = configuration.get("classifier", "head")
     return str(name[0] if isinstance(name, (tuple, list)) else name)
 
 
 def input_statistics(network: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
-    """Return the mean and standard deviation a network of timm was made for, if it says so."""
+    """Return the mean and standard deviation a model of timm was made for, if it says so."""
     configuration: dict[str, Any] = getattr(network, "pretrained_cfg", {})
     if "mean" not in configuration or "std" not in configuration:
         return None
@@ -104,7 +104,7 @@ def _from_timm(name: str, num_classes: int, in_channels: int, rates: dict[str, A
 
     if not timm.is_model(name):
         close = get_close_matches(name, timm.list_models(), n=5, cutoff=0.4)
-        raise ModelError(f"timm {timm.__version__} has no network {name!r}. The nearest are {', '.join(close)}.")
+        raise ModelError(f"timm {timm.__version__} has no model {name!r}. The nearest are {', '.join(close)}.")
     try:
         network: nn.Module = timm.create_model(name, num_classes=num_classes, in_chans=in_channels, **rates)
     except TypeError as error:

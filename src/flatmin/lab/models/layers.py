@@ -1,4 +1,4 @@
-"""What the networks written here share: a convolution, the option-A shortcut and the start of the weights."""
+"""What the models written here share: a convolution, the option-A shortcut and the start of the weights."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""A small network of ours, for the demonstration: three 3x3 convolutions without normalization."""
+"""A small model for the demo: three 3x3 convolutions without normalization."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""Shake-Shake networks: ResNets with two residual branches that are mixed at random (Gastaldi, 2017)."""
+"""Shake-Shake models: ResNets with two residual branches that are mixed at random (Gastaldi, 2017)."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""Puts the weights of a local file into a network; only plain tensors are ever unpickled."""
+"""Puts the weights of a local file into a model; only plain tensors are ever unpickled."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +21,7 @@ NEW_HEAD_STD = 0.01
 def load_weights(
     network: nn.Module, path: str, *, head: str, head_choice: Literal["auto", "new", "keep"] = "auto"
 ) -> None:
-    """Load a checkpoint file into a network, in place.
+    """Load a checkpoint file into a model, in place.
 
     Args:
         network: gets the weights; its last layer, if it is new, gets small random weights from torch's generator.
@@ -31,7 +31,7 @@ def load_weights(
             file's where its shape is the same.
 
     Raises:
-        ModelError: the file is missing, damaged, or belongs to another network.
+        ModelError: the file is missing, corrupt, or belongs to another model.
     """
     weights = _rename_like(network, read_weights(path))
     own = network.state_dict()
@@ -39,7 +39,7 @@ def load_weights(
     same_shape = all(key in weights and weights[key].shape == own[key].shape for key in head_keys)
     if head_choice == "keep" and not same_shape:
         raise ModelError(
-            f"model.head is keep, but the last layer of {path} has {_shape(weights, head)} and the network "
+            f"model.head is keep, but the last layer of {path} has {_shape(weights, head)} and the model "
             f"{_shape(own, head)}. Use model.head new for another number of classes."
         )
     if head_choice == "new" or not same_shape:
@@ -51,7 +51,7 @@ def load_weights(
     wrong = sorted(key for key in own.keys() & weights.keys() if own[key].shape != weights[key].shape)
     if missing or unknown or wrong:
         raise ModelError(
-            f"{path} does not belong to this network: {len(missing)} tensors are missing {missing[:3]}, "
+            f"{path} does not belong to this model: {len(missing)} tensors are missing {missing[:3]}, "
             f"{len(unknown)} unknown {unknown[:3]}, {len(wrong)} of another shape {wrong[:3]}."
         )
     network.load_state_dict(weights)
@@ -61,7 +61,7 @@ def read_weights(path: str) -> dict[str, Tensor]:
     """Return the named tensors of a file.
 
     Raises:
-        ModelError: the file is missing or damaged, or holds anything but tensors.
+        ModelError: the file is missing or corrupt, or holds anything but tensors.
     """
     if not Path(path).is_file():
         raise ModelError(

@@ -65,7 +65,7 @@ class WideResNet(nn.Module):
         width: factor of the channels.
         num_classes: outputs.
         in_channels: color channels.
-        batch_norm: False gives the network of the paper's Hessian figure, which has no batch norm. The paper
+        batch_norm: False gives the model of the paper's Hessian figure, which has no batch norm. The paper
             does not say how it was started; this one starts as in SkipInit with Fixup's factors, which is ours.
         reference: the shortcuts of the paper's reference code: average pooling and zero channels where the shape
             changes, and the first block activates before its shortcut branches off.

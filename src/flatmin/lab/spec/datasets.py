@@ -16,11 +16,11 @@ class DatasetInfo:
     title: str
     """For people."""
     num_classes: int
-    """Number of classes; 0 where only the folder knows."""
+    """Number of classes; 0 where only the directory knows."""
     channels: int = 3
     """Color channels."""
     size: int = PHOTOGRAPH_SIZE
-    """Side of the network's input in pixels, where the experiment does not say."""
+    """Side of the model's input in pixels, where the experiment does not say."""
     in_memory: bool = False
     """Whether all images have this size and are kept in memory as uint8."""
     mean: tuple[float, ...] = IMAGENET_MEAN
@@ -30,9 +30,9 @@ class DatasetInfo:
     policy: Literal["cifar10", "svhn", "imagenet"] = "imagenet"
     """Which AutoAugment policy belongs to it."""
     marker: str = ""
-    """File or folder by which the dataset is recognized in a data folder."""
+    """File or directory by which the dataset is recognized in a data directory."""
     files: str = ""
-    """What has to be in the data folder, for the error that says what to put where."""
+    """What has to be in the data directory, for the error that says what to put where."""
     source: str = ""
     """Where people find it."""
     downloadable: bool = True
@@ -149,7 +149,7 @@ DATASETS: dict[str, DatasetInfo] = {
 
 
 def dataset_info(name: str) -> DatasetInfo:
-    """Return what is known of a dataset; of a folder, only that it holds photographs."""
+    """Return what is known of a dataset; of a directory, only that it holds photographs."""
     if name.startswith(FOLDER_PREFIX):
-        return DatasetInfo(title=f"class folders in {name.removeprefix(FOLDER_PREFIX)}", num_classes=0)
+        return DatasetInfo(title=f"class directories in {name.removeprefix(FOLDER_PREFIX)}", num_classes=0)
     return DATASETS[name]

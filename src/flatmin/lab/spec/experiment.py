@@ -43,7 +43,7 @@ class Data:
     drop_last: bool = False
     """Leave out the last short batch (the reference code); else all batches are equally large."""
     image_size: int | None = None
-    """Side of the network's input in pixels; the dataset's own (224 for photographs) if None."""
+    """Side of the model's input in pixels; the dataset's own (224 for photographs) if None."""
     resize: Literal["bilinear", "bicubic"] = "bilinear"
     """How images are brought to image_size (the reference code: bicubic)."""
     crop_padding: int | None = None
@@ -56,7 +56,7 @@ class Data:
     label_noise: float = 0.0
     """Fraction of the training labels replaced by another class; test and validation stay clean."""
     bootstrap: bool = False
-    """Train twice: as without it, then from scratch on the labels that the first network predicts (Section 3.3)."""
+    """Train twice: as without it, then from scratch on the labels that the first model predicts (Section 3.3)."""
     extra: bool = False
     """SVHN: train on the 531,131 additional images too."""
     seed: int = 0
@@ -199,8 +199,8 @@ class Optim:
     weight: float | None = None
     """Factor of SAM's correction g(w + eps) - g(w); full strength if None: every / part."""
     m: int | None = None
-    """Examples that batch norm sees together and that, with SAM, share an eps (m-sharpness, Section 4.1), as if on an
-    accelerator of their own; those of a worker if None."""
+    """Examples that batch norm sees together and that, with SAM, share an eps (m-sharpness, Section 4.1), as if on a
+    separate accelerator; those of a worker if None."""
     sync_perturbation: bool = False
     """One eps for all workers (the default is one each, as in the paper)."""
     second_order: bool = False
@@ -338,7 +338,7 @@ class Experiment:
         return experiment
 
     def first_stage(self) -> "Experiment":
-        """Return the experiment whose network relabels the training set of this one (``data.bootstrap``)."""
+        """Return the experiment whose model relabels the training set of this one (``data.bootstrap``)."""
         return dataclasses.replace(self, data=dataclasses.replace(self.data, bootstrap=False))
 
     def run_hash(self) -> str:

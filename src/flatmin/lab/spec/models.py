@@ -1,4 +1,4 @@
-"""The names of networks: which there are, and what the numbers in them mean. Needs neither torch nor timm."""
+"""The names of models: which there are, and what the numbers in them mean. Needs neither torch nor timm."""
 
 import re
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ SHORT_NAMES_IN_TIMM = {
     "efficientnet-b7": "tf_efficientnet_b7",
     "efficientnet-l2": "tf_efficientnet_l2",
 }
-"""The paper's ImageNet networks in timm (``tf_`` pads as the published weights need it)."""
+"""The paper's ImageNet models in timm (``tf_`` pads as the published weights need it)."""
 
 EXAMPLES = {
     "wrn-28-10": "Wide ResNet (Table 1); also wrn-40-2, wrn-16-2, ...; norm=none is without batch norm",
@@ -31,13 +31,13 @@ EXAMPLES = {
     "cnn-32": "three plain convolutions, ours, for the demonstration",
     "resnet-50": "ResNet-50, -101, -152 for ImageNet (Table 2), from timm",
     "efficientnet-b7": "EfficientNet-b7 and -l2 (fine-tuning), from timm",
-    "timm/NAME": "every other network in timm",
+    "timm/NAME": "every other model in timm",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParsedName:
-    """A network's family and the numbers of its name."""
+    """A model's family and the numbers of its name."""
 
     family: str
     depth: int = 0
@@ -51,7 +51,7 @@ def check_model_name(name: str) -> ParsedName:
     """Return what a name means.
 
     Raises:
-        ValueError: there is no such network; the message, to follow "must be", says what is allowed.
+        ValueError: there is no such model; the message, to follow "must be", says what is allowed.
 
     Example:
         >>> check_model_name("wrn-28-10")
@@ -74,7 +74,7 @@ def check_model_name(name: str) -> ParsedName:
         )
         _check_numbers(parsed)
         return parsed
-    raise ValueError(f"the name of a network, such as {', '.join(EXAMPLES)} (`flatmin list` explains them)")
+    raise ValueError(f"the name of a model, such as {', '.join(EXAMPLES)} (`flatmin list` explains them)")
 
 
 def _check_numbers(parsed: ParsedName) -> None:

@@ -15,12 +15,12 @@ from flatmin.lab.sweeps.jobs import Outcome
 
 Rows = list[list[str | Cell | Comparison]]
 Literature = Mapping[str, Mapping[str, Cell]]
-NOTE = "Mean and 95 % confidence interval (Student's t) over replicas; what the paper claims beside it."
+NOTE = "Mean and 95 % confidence interval (Student's t) over replicas; the paper's numbers next to it."
 NOT_THE_SAME = (
-    "The paper's numbers are for its own networks and all of the data, in the condition most like the one here: not to "
+    "The paper's numbers are for its own models and all of the data, in the condition most like the one here: not to "
     "be reached at this scale. (Its SGD and SAM had m = 32, an eighth of a batch.)"
 )
-TRAINING_NOTE = "Over the last epoch, at the weights of each step, with what was trained on: wrong labels included."
+TRAINING_NOTE = "Over the last epoch, at the weights of each step, with what was trained on: noisy labels included."
 METRIC_NAMES = {"test_error": "test error", "test_top5_error": "top-5 test error", "train_error": "training error"}
 
 
@@ -184,7 +184,7 @@ def _rivals(entries: Sequence[MethodResult]) -> list[tuple[MethodResult, list[Me
 
 
 def _contrasts(entries: Sequence[MethodResult], metric: str) -> list[tuple[MethodResult, list[MethodResult], Contrast]]:
-    """Contrast each method with each group of rivals; with no pairs until all replicas of all of them are there."""
+    """Contrast each method with each group of rivals; with no pairs until all replicas of all of them exist."""
     found = []
     for entry, group in _rivals(entries):
         missing = any(e.incomplete_reason for e in (entry, *group))
@@ -251,7 +251,7 @@ def _choices(entries: Sequence[MethodResult]) -> Table | None:
         columns=("condition", "method", "setting", "validation error", ""),
         folded=True,
         rows=rows,
-        note="One run each, with a seed that none of the replicas has; the test set had no part in it.",
+        note="One run each, with a seed that none of the replicas has; the test set was not used.",
     )
 
 

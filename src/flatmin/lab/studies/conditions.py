@@ -1,6 +1,6 @@
 """How methods are compared, fixed beforehand (Section 3.1).
 
-A condition has one network, one dataset, and several methods. Each method has candidates (learning rates and decays for
+A condition has one model, one dataset, and several methods. Each method has candidates (learning rates and decays for
 the baseline, values of rho for SAM), one of which is chosen by its error on a validation split; then independent
 replicas are trained on the whole training set. A baseline may also train for twice as many epochs, and the better mean
 of the two counts, since a SAM step costs two gradients.
@@ -47,7 +47,7 @@ def double_epochs(method: Method) -> Method:
 
 @dataclass(frozen=True, kw_only=True)
 class Condition:
-    """Methods on one dataset with one network."""
+    """Methods on one dataset with one model."""
 
     labels: tuple[str, ...]
     """The row of the table: for example the model and the augmentation."""
@@ -84,15 +84,15 @@ class MethodResult:
 
     @property
     def incomplete_reason(self) -> str | None:
-        """Why nothing can be concluded from it yet; None if all replicas are there."""
+        """Why nothing can be concluded from it yet; None if all replicas exist."""
         if self.chosen is None:
             return f"no setting of {self.method.name} is chosen yet"
         lost = sum(outcome.failure is not None for outcome in self.replicas)
         if lost:
-            return f"{lost} of {len(self.replicas)} replicas of {self.method.name} came to nothing"
+            return f"{lost} of {len(self.replicas)} replicas of {self.method.name} failed"
         found = sum(outcome.result is not None for outcome in self.replicas)
         if found < len(self.replicas):
-            return f"{found} of {len(self.replicas)} replicas of {self.method.name} are there"
+            return f"{found} of {len(self.replicas)} replicas of {self.method.name} are available"
         return None
 
 

@@ -39,7 +39,7 @@ def mean(values: Iterable[float]) -> float:
 
 
 def run_names(outcomes: Iterable[Outcome]) -> tuple[str, ...]:
-    """Return the runs that are there, by the names of their directories."""
+    """Return the runs that exist, by the names of their directories."""
     return tuple(outcome.job.name for outcome in outcomes if outcome.result is not None)
 
 
@@ -115,12 +115,12 @@ class Contrast:
         """Return the numbers, how many pairs, and the p-value, in a sentence."""
         n = len(self.differences)
         if n == 0:
-            return f"{self.quantity}: no pair of runs of {self.lower_name} and {self.higher_name} is there"
+            return f"{self.quantity}: no pair of runs of {self.lower_name} and {self.higher_name} is available"
         seeds = sorted(self.lower.keys() & self.higher.keys())
         low, high = (mean(values[s] for s in seeds) for values in (self.lower, self.higher))
         said = f"{self.quantity}: {low:.4g} ({self.lower_name}) against {high:.4g} ({self.higher_name})"
         if n < self.num_asked:
-            return f"{said}; {n} of {self.num_asked} pairs are there, nothing is judged before all are"
+            return f"{said}; {n} of {self.num_asked} pairs are available, nothing is judged before all are"
         if n == 1:
             return f"{said}; n = 1, too few for a test"
         return f"{said}; difference {mean_and_interval(self.differences)}, n = {n}, {p_text(p_holm)}"
@@ -172,7 +172,7 @@ class Family:
         return self._p_holm[self.contrasts.index(contrast)]
 
     def is_open(self, contrast: Contrast) -> bool:
-        """Return whether the verdict on a comparison that is there depends on others that wait for runs."""
+        """Return whether the verdict on an available comparison depends on others that wait for runs."""
         at_best = self._p_at_best[self.contrasts.index(contrast)]
         return not contrast.waits and at_best < SIGNIFICANT <= self.p_holm(contrast)
 
@@ -196,7 +196,8 @@ class Family:
             return ""
         said = f"Holm's correction for {len(self.contrasts)} comparisons"
         waiting = sum(c.waits for c in self.contrasts)
-        return f"{said}, open until the {waiting} missing ones are there" if any(map(self.is_open, contrasts)) else said
+        is_open = any(map(self.is_open, contrasts))
+        return f"{said}, open until the {waiting} missing ones are available" if is_open else said
 
     def judge(self, claim: str, contrasts: Sequence[Contrast]) -> Verdict:
         """Return whether a claim holds that consists of one or several members, all of which must.
@@ -249,7 +250,7 @@ def series_over(name: str, values: Mapping[int, BySeed] | Mapping[float, BySeed]
 
 
 def runs_of(groups: Mapping[Any, Iterable[Outcome]]) -> tuple[str, ...]:
-    """Return the runs of several groups that are there, by the names of their directories."""
+    """Return the runs of several groups that exist, by the names of their directories."""
     return run_names(outcome for outcomes in groups.values() for outcome in outcomes)
 
 

@@ -154,7 +154,7 @@ class Findings:
     source: str
     """Where it is in the paper, for example "Table 1, Section 3.1"."""
     about_scale: str
-    """What differs from the paper's experiment, for people."""
+    """What differs from the paper's experiment, human-readable."""
     tables: Sequence[Table] = ()
     figures: Sequence[LineFigure | SurfaceFigure] = ()
     verdicts: Sequence[Verdict] = ()
@@ -180,7 +180,7 @@ def own_settings(experiments: Sequence[Experiment], *more: tuple[str, object]) -
     for e in experiments:
         size = f"{e.data.train_size:,}" if e.data.train_size is not None else "all"
         for name, value in (
-            ("network", e.model.name if e.model.norm == "batch" else f"{e.model.name}, without batch norm"),
+            ("model", e.model.name if e.model.norm == "batch" else f"{e.model.name}, without batch norm"),
             ("training images", f"{size} of {e.data.name}"),
             ("augmentation", e.data.augment),
             ("batch size", e.data.batch_size),

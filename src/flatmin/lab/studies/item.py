@@ -1,4 +1,4 @@
-"""A table or figure of a publication that can be run again."""
+"""A table or figure of a publication to reproduce."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from flatmin.lab.studies.findings import Findings
 from flatmin.lab.sweeps.runners import Runner
 
 Scale = Literal["paper", "laptop", "smoke"]
-"""paper: its own settings, on its own data; laptop: small networks and real data, on two cores; smoke: seconds."""
+"""paper: its own settings, on its own data; laptop: small models and real data, on two cores; smoke: seconds."""
 SCALES: tuple[Scale, ...] = get_args(Scale)
 Study = Callable[[Scale, Runner], Findings]
 

@@ -62,7 +62,7 @@ def landscape_figures(outcomes: Mapping[str, Outcome], landscape: Measurement, t
             height_label="training loss",
             surfaces=surfaces,
             log_height=True,
-            note="The same random directions for all methods, scaled to the filters of each network.",
+            note="The same random directions for all methods, scaled to the filters of each model.",
             runs=run_names(shown.values()),
         )
     ]

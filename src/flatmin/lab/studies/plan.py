@@ -10,7 +10,7 @@ from flatmin.lab.sweeps.runners import DryRunner, Runner
 
 
 def plan(study: Study, scale: Scale, known: Runner | None = None) -> DryRunner:
-    """Return what a study asks for, given the runs that are there.
+    """Return what a study asks for, given the runs that exist.
 
     Where a choice is still open, the first candidate stands for the chosen one: as many runs follow from any.
     """
@@ -20,7 +20,7 @@ def plan(study: Study, scale: Scale, known: Runner | None = None) -> DryRunner:
 
 
 def planned_jobs(study: Study, scale: Scale) -> list[Job]:
-    """Return all jobs that a study asks for when nothing is there yet."""
+    """Return all jobs that a study asks for when there are no runs yet."""
     return list(plan(study, scale).jobs.values())
 
 

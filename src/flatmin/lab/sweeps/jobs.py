@@ -1,4 +1,4 @@
-"""What a study asks of a sweep: networks to train, what to measure of them, and what came of it."""
+"""What a study asks of a sweep: models to train, what to measure of them, and what came of it."""
 
 import hashlib
 import json
@@ -17,11 +17,11 @@ MeasurementKind = Literal["sharpness", "spectrum", "landscape", "bound", "noise"
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """Something to measure of a trained network; what is found is kept in RUN/measures as JSON."""
+    """Something to measure of a trained model; what is found is kept in RUN/measures as JSON."""
 
     kind: MeasurementKind
     settings: tuple[tuple[str, Any], ...] = ()
-    """Names and values that the measure takes, beside the network."""
+    """Names and values of the measure's other arguments."""
     epoch: int | None = None
     """At the weights after this epoch (the run must have kept them, `keep_every`); at the last ones if None."""
 
@@ -52,10 +52,10 @@ class Outcome:
 
     job: Job
     result: Result | None = None
-    """None: not run, not finished, or it came to nothing."""
+    """None: not run, not finished, or it failed."""
     measured: dict[Measurement, MeasurementResult] = field(default_factory=dict)
     failure: str | None = None
-    """Why it came to nothing, for example that the loss diverged."""
+    """Why it failed, for example that the loss diverged."""
     final: bool = True
     """Whether a problem is the run's own; if not (a process was killed, say), the next sweep tries again."""
 
@@ -68,7 +68,7 @@ class Outcome:
 
 
 def read_outcome(job: Job, runs: Path) -> Outcome:
-    """Return what a folder of runs knows of a job."""
+    """Return what a directory of runs knows of a job."""
     path = runs / job.name
     problem = read_problem(path)
     if problem is not None:
@@ -85,5 +85,5 @@ def _read_facts(file: Path) -> MeasurementResult:
 
 
 def _numbers(values: list[Any]) -> list[Any]:
-    """Return a curve or a grid with NaN for null, which is how JSON says that a loss was no number."""
+    """Return a curve or a grid with NaN for null, which is how JSON stores a loss that is not finite."""
     return [_numbers(v) if isinstance(v, list) else math.nan if v is None else v for v in values]

@@ -20,7 +20,7 @@ from flatmin.lab.sweeps.run_job import JobStatus, describe_death
 
 MAX_FAILED_STARTS = 3
 PATIENCE_SECONDS = 5.0  # for a process that was told to end
-REMINDER_SECONDS = 2.0  # training that is just at its end takes no note of a signal, and goes on to measure
+REMINDER_SECONDS = 2.0  # training that is about to end ignores a signal and starts to measure
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -46,7 +46,7 @@ def machine_shares(processes: int, threads: int) -> Shares:
     if gpus:
         count = processes or len(gpus)
         return Shares(threads=threads or max(1, cores // count), gpus=tuple(gpus[i % len(gpus)] for i in range(count)))
-    threads = threads or 1  # small networks: a second thread mostly waits, a second network does not
+    threads = threads or 1  # small models: a second thread mostly waits, a second model does not
     return Shares(threads=threads, gpus=(None,) * (processes or max(1, cores // threads)))
 
 
@@ -225,7 +225,7 @@ def _ending(run: Callable[[Job], JobStatus], job: Job) -> JobStatus:
 
 
 def _stop(*_: Any) -> None:
-    # No Exception: whoever reads a dataset, say, would take it for one of a damaged file.
+    # No Exception: whoever reads a dataset, say, would take it for one of a corrupt file.
     raise KeyboardInterrupt
 
 

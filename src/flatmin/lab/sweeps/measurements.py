@@ -1,7 +1,7 @@
-"""Measures of a run's network, written beside the run: what ``flatmin measure`` does, and sweeps.
+"""Measures of a run's model, written to its directory: what ``flatmin measure`` does, and sweeps.
 
-Every measure is given a target, the path of its files without their suffixes: facts become its JSON file, and pictures
-are beside it.
+Every measure is given a target, the path of its files without their suffixes: facts become its JSON file, and plots
+are next to it.
 """
 
 from collections.abc import Callable, Sequence
@@ -72,7 +72,7 @@ def measure_spectrum(
 def measure_landscape(
     trained: TrainedModel, target: Path, *, span: float, points: int, num_examples: int | None
 ) -> MeasurementResult:
-    """Measure the loss on a plane through the weights (Figure 1); a killed grid goes on where it stopped."""
+    """Measure the loss on a plane through the weights (Figure 1); a killed grid resumes."""
     data = trained.training_batches(num_examples)
     found = loss_landscape(
         trained.network,
@@ -143,7 +143,7 @@ def measure_cosine(
 ) -> MeasurementResult:
     """Measure the cosine of SAM's first- and second-order updates on one training batch (Appendix C.4).
 
-    The network is in evaluation mode, as for all measures: batch norm normalizes with its running statistics.
+    The model is in evaluation mode, as for all measures: batch norm normalizes with its running statistics.
     ``weight_decay`` adds the L2 term to the loss, as training with ``optim.decay=loss`` does.
     """
     batch = trained.training_batches(num_examples, batch_size=num_examples)[0]
@@ -176,21 +176,21 @@ def measurement_settings(measurement: Measurement) -> MeasurementResult:
     unknown = given.keys() - defaults.keys()
     if unknown:
         raise SpecError(
-            f"{', '.join(sorted(unknown))} is no setting of the measure {measurement.kind}. Allowed: "
+            f"{', '.join(sorted(unknown))} is not a setting of the measure {measurement.kind}. Allowed: "
             f"{', '.join(defaults)}."
         )
     return defaults | given
 
 
 def measure_run(run: Path, measurements: Sequence[Measurement], data_root: Path | None = None) -> None:
-    """Measure a run's network; facts and pictures go into RUN/measures, under each measurement's own name.
+    """Measure a run's model; facts and plots go into RUN/measures, under each measurement's own name.
 
     The dataset is read once for all of them, and the weights of each epoch once.
 
     Raises:
         SpecError: there is no such measure, or it has no such setting.
         RunError: there is no run, it has no whole checkpoint, or it has not kept the weights of that epoch.
-        DataError: the dataset is missing or damaged.
+        DataError: the dataset is missing or corrupt.
         StorageError: what was found cannot be written.
     """
     trained: TrainedModel | None = None

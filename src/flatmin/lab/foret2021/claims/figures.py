@@ -43,7 +43,7 @@ HESSIAN = Claims(
     ),
     statements=statements(
         "SAM converges to lower curvature: lambda_max and lambda_max / lambda_5 are smaller than with SGD.",
-        "24 against 1.0, and 11.4 against 2.6; of one network each, as far as the text says.",
+        "24 against 1.0, and 11.4 against 2.6; of one model each, as far as the text says.",
     ),
     notes=(
         "The text trains 'for 300 steps' and looks 'at different epochs'; 300 epochs must be meant.",
@@ -118,7 +118,7 @@ FIGURES: Mapping[str, Claims[Any]] = MappingProxyType(
             "With probability 1 - delta the population loss is at most the largest training loss in the ball of radius "
             "rho plus a term that grows with |w|^2 / rho^2.",
             "No value of the bound is given.",
-            "Gaussian noise on the weights of a trained network does not lower its expected error, which the theorem "
+            "Gaussian noise on the weights of a trained model does not lower its expected error, which the theorem "
             "assumes.",
             "Not measured: 'expected to hold in practice for the final solution'.",
             notes=(

@@ -146,14 +146,14 @@ IMAGENET = Claims(
         "True in all 18 comparisons. At equal computation, SAM for n epochs against standard training "
         "for 2 n, it is true in 11 of 12: ResNet-50's top-1 error is 22.5 after 100 epochs with SAM and 22.3 after "
         "200 without.",
-        "With SAM the error goes on falling from 100 to 200 to 400 epochs.",
+        "With SAM the error keeps falling from 100 to 200 to 400 epochs.",
         "True for all depths, top-1 and top-5.",
         "Without SAM the error rises from 200 to 400 epochs.",
         "True for ResNet-101 and -152; ResNet-50's top-1 error stays at 22.3, and its top-5 error goes "
         "from 6.37 to 6.40, within the intervals. The paper says 'generally'.",
     ),
     notes=(
-        "Intervals of '<0.01' and '<0.0' stand beside means with one decimal place; probably '<0.1' was meant.",
+        "Intervals of '<0.01' and '<0.0' stand next to means with one decimal place; probably '<0.1' was meant.",
         "Standard training after 400 epochs has almost the same row for ResNet-101 (22.3 ± 0.1, 6.41 ± 0.06) as for "
         "ResNet-50 (22.3 ± 0.1, 6.40 ± 0.06), and worse than ResNet-152's (20.9): perhaps a slip.",
         "The text's 'from 20.3 to 18.4' for ResNet-152 compares 200 epochs without SAM with 400 epochs with it.",
@@ -193,10 +193,10 @@ FINETUNING = Claims(
     metric="top-1 test error, %, mean and 95 % confidence interval of 5 runs",
     cells=MappingProxyType(_FINETUNING_CELLS),
     statements=statements(
-        "Fine-tuning with SAM gives a lower error than without on each dataset, with both networks.",
+        "Fine-tuning with SAM gives a lower error than without on each dataset, with both models.",
         "True in all 18 comparisons.",
         "In many cases SAM's error is below the best published before.",
-        "True on 5 of 9 datasets with b7 (against networks that saw ImageNet only) and 8 of 9 with L2; "
+        "True on 5 of 9 datasets with b7 (against models that saw ImageNet only) and 8 of 9 with L2; "
         "on 5 of those 8, L2 without SAM is below it too.",
     ),
     notes=(
@@ -205,7 +205,7 @@ FINETUNING = Claims(
     ),
 )
 PREVIOUS_BEST = MappingProxyType(_PREVIOUS_BEST)
-"""Table 3's "Prev. SOTA", by dataset and network (b7: with ImageNet alone)."""
+"""Table 3's "Prev. SOTA", by dataset and model (b7: with ImageNet alone)."""
 _PREVIOUS_METHODS = """
 EffNet | Tan & Le (2019)
 Gpipe | Huang et al. (2018)

@@ -65,7 +65,7 @@ RADII: Mapping[Scale, tuple[float, ...]] = {"paper": RHO_GRID, "laptop": RHO_GRI
 
 
 def bound(scale: Scale, runner: Runner) -> Findings:
-    """Evaluate the bound on the 0-1 error for SGD and SAM networks, over rho, and say whether it is vacuous."""
+    """Evaluate the bound on the 0-1 error for SGD and SAM models, over rho, and say whether it is vacuous."""
     recorder, claims = RecordingRunner(runner), FIGURES["bound"]
     experiments = bound_experiments(scale)
     sgd, own_rho = experiments["SGD"], experiments["SAM"].optim.rho
@@ -76,7 +76,7 @@ def bound(scale: Scale, runner: Runner) -> Findings:
         method: jobs_for(experiment, f"bound/{method}", replica_seeds(scale), measured)
         for method, experiment in experiments.items()
     }
-    found = recorder.replicas(jobs, "bound: networks and their bounds")
+    found = recorder.replicas(jobs, "bound: models and their bounds")
     return findings(
         item="bound",
         scale=scale,
@@ -100,7 +100,7 @@ def bound(scale: Scale, runner: Runner) -> Findings:
 
 
 def bound_experiments(scale: Scale) -> dict[str, Experiment]:
-    """Return the networks whose bound is evaluated, by method."""
+    """Return the models whose bound is evaluated, by method."""
     rhos = dict(zip(METHODS, (0.0, sam_rho(scale, PAPER)), strict=True))
     return {method: start(scale, PAPER, rho=rho) for method, rho in rhos.items()}
 
@@ -139,13 +139,13 @@ def _noise_table(found: Mapping[str, list[Outcome]], noise: Measurement, rho: fl
     for scale, name in NOISE_SCALES.items():
         rows.append([name, *(number_cell(_rises(found[m], noise, scale), found[m], unit="") for m in METHODS)])
         widths = [mean(measured_by_seed(found[m], noise, _half_width(scale)).values()) for m in METHODS]
-        rows.append(["mean half-width for one network", *("" if math.isnan(w) else f"{w:.2g}" for w in widths)])
+        rows.append(["mean half-width for one model", *("" if math.isnan(w) else f"{w:.2g}" for w in widths)])
     return Table(
         title=f"The condition: what Gaussian noise adds to the test error, at rho = {rho:g}",
         columns=["noise", "SGD", "SAM"],
         rows=rows,
         note="Errors are fractions. The theorem assumes that noise does not lower the expected error. The intervals "
-        "of a row are over networks; those of one network are over 20 draws and its test images.",
+        "of a row are over models; those of one model are over 20 draws and its test images.",
     )
 
 
@@ -163,10 +163,10 @@ def _noise_verdict(claim: str, found: Mapping[str, list[Outcome]], noise: Measur
             falls += facts["rise"] + facts["half_width"] < 0
             lowest = min(lowest, facts["rise"] - facts["half_width"])
     if total < len(NOISE_SCALES) * sum(map(len, found.values())):
-        return Verdict(claim=claim, status="not tested", evidence="Networks or their measurements are missing.")
+        return Verdict(claim=claim, status="not tested", evidence="Models or their measurements are missing.")
     status: VerdictStatus = "not reproduced" if falls else "reproduced" if lowest >= -NO_FALL else "inconclusive"
     said = (
-        f"noise lowers the test error significantly in {falls} of {total} measurements (each network, two scales of "
+        f"noise lowers the test error significantly in {falls} of {total} measurements (each model, two scales of "
         f"noise); with 95 % confidence it lowers it by at most {max(0.0, -lowest):.2g} in any; {NO_FALL:g} counts as "
         "nothing"
     )
@@ -211,15 +211,15 @@ def _verdict(claim: str, found: Mapping[str, list[Outcome]], measurements: Mappi
                 violated += total < error
                 vacuous += total > 1
     if not checked:
-        return Verdict(claim=claim, status="not tested", evidence="No network with its bound is there.")
+        return Verdict(claim=claim, status="not tested", evidence="No model with its bound is available.")
     errors = mean(e for outcomes in found.values() for e in metric_by_seed(outcomes, "test_error", 1.0).values())
     said = (
         f"{vacuous} of {checked} bounds are vacuous, above an error of 1: {min(totals):.3g} to {max(totals):.3g}, "
-        f"and the test error is {errors:.3g} in the mean; {violated} are below their network's test error"
+        f"and the test error is {errors:.3g} in the mean; {violated} are below their model's test error"
     )
     status: VerdictStatus = "reproduced"
     if violated:
         status = "not reproduced"
     elif vacuous == checked:
-        status, said = "not tested", f"{said}. A bound that exceeds 1 holds of any network and says nothing of this one"
+        status, said = "not tested", f"{said}. A bound that exceeds 1 holds of any model and says nothing of this one"
     return Verdict(claim=claim, status=status, evidence=f"{said}.")

@@ -52,14 +52,14 @@ AT_EPOCHS: dict[Scale, tuple[int, ...]] = {
 }
 """Where spectra are measured; the last one is the end of training."""
 LAPTOP_BATCH_SIZE = 32
-"""Without batch norm a network fits its training set only with four times as many steps."""
+"""Without batch norm a model fits its training set only with four times as many steps."""
 RATIO = "lambda_1_over_lambda_5"
 QUANTITIES = {"lambda_max": "lambda_max", "lambda_max/lambda_5": RATIO}
 """By the claims' name: what the spectra call it."""
 
 
 def hessian(scale: Scale, runner: Runner) -> Findings:
-    """Compare the curvature that SGD and SAM train into a network without batch norm (Figure 3, left)."""
+    """Compare the curvature that SGD and SAM train into a model without batch norm (Figure 3, left)."""
     recorder = RecordingRunner(runner)
     sgd = hessian_experiment(scale)
     rho = tuned_rho(recorder, "hessian", scale, HESSIAN, sgd)
@@ -71,7 +71,7 @@ def hessian(scale: Scale, runner: Runner) -> Findings:
         if radius is not None:
             kept = replace(sgd, keep_every=math.gcd(*before), optim=replace(sgd.optim, rho=radius))
             jobs[method] = jobs_for(kept, f"hessian/{method}", curvature_seeds(scale), (*along.values(), last))
-    found = recorder.replicas(jobs, "hessian: networks and their spectra")
+    found = recorder.replicas(jobs, "hessian: models and their spectra")
 
     at_end = [
         contrast_between(
@@ -117,7 +117,7 @@ def hessian(scale: Scale, runner: Runner) -> Findings:
 
 
 def hessian_experiment(scale: Scale) -> Experiment:
-    """Return the network without batch norm that is trained with SGD."""
+    """Return the model without batch norm that is trained with SGD."""
     model = Model(name={"paper": HESSIAN.model, "laptop": "wrn-10-2", "smoke": "wrn-10-1"}[scale], norm="none")
     sgd = replace(start(scale, HESSIAN, rho=0.0), model=model)
     if scale == "paper":
@@ -190,7 +190,7 @@ def _table(
         title="Curvature at the end of training and before",
         columns=["", "SGD", "SAM", "SAM - SGD"],
         rows=rows,
-        note="Claimed: of one network each, WRN-40-10 on CIFAR-10; 'up to' of the ratio is over its figure's epochs.",
+        note="Claimed: of one model each, WRN-40-10 on CIFAR-10; 'up to' of the ratio is over its figure's epochs.",
     )
 
 

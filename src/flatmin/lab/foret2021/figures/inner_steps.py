@@ -128,7 +128,7 @@ def _table(found: Found, datasets: Sequence[str], num_runs: int) -> Table:
         row: list[str | Cell | Comparison] = [str(steps)]
         for dataset in datasets:
             outcomes = found[dataset, steps]
-            # Where the data is not the paper's, CIFAR-10's numbers stand beside: the other set with ten classes.
+            # Where the data is not the paper's, CIFAR-10's numbers are shown: the other set with ten classes.
             claimed_of = dataset if dataset in ASCENT_STEPS else "cifar10"
             for metric, values in (
                 ("test_error", metric_by_seed(outcomes, "test_error")),

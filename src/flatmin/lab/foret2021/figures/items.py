@@ -1,4 +1,4 @@
-"""The figures of Foret et al. (2021), and the theorem, as items that can be run again."""
+"""The figures of Foret et al. (2021), and the theorem, as items to reproduce."""
 
 from flatmin.lab.foret2021.claims.appendix import ASCENT_STEPS
 from flatmin.lab.foret2021.claims.figures import FIGURES, HESSIAN

@@ -35,7 +35,7 @@ from flatmin.lab.sweeps.runners import RecordingRunner, Runner
 
 RADIUS = 0.5
 """How far from the weights the rise of the loss is judged, in units of the weights: directions are as long as they are.
-Nearer than the figure's edge, where the loss of a network without residual connections says little of the minimum."""
+Nearer than the figure's edge, where the loss of a model without residual connections says little of the minimum."""
 SPAN = 1.0
 NETWORK: dict[Scale, str] = {"paper": LANDSCAPES.model, "laptop": "resnet-20-noshort", "smoke": "resnet-20-noshort"}
 # The number of points in each direction, and of training images: a fine grid to look at, of one replica, and a coarse
@@ -45,14 +45,14 @@ NUMBERS: dict[Scale, tuple[int, int | None]] = {"paper": (21, 10_000), "laptop":
 
 
 LI_CHECKPOINT = Path("checkpoints/resnet-56-noshort.pth")
-"""The network that the paper shows for SGD, of Li et al. (2018), relative to the working directory."""
+"""The model that the paper shows for SGD, of Li et al. (2018), relative to the working directory."""
 LI_NAME = "SGD, the checkpoint of Li et al."
 
 
 def landscape(scale: Scale, runner: Runner) -> Findings:
-    """Show the loss on a plane through the weights of a network trained with SGD and with SAM (Figure 1).
+    """Show the loss on a plane through the weights of a model trained with SGD and with SAM (Figure 1).
 
-    The directions are the same draws for both networks, scaled to the filters of each (Li et al., 2018).
+    The directions are the same draws for both models, scaled to the filters of each (Li et al., 2018).
     """
     recorder, claims = RecordingRunner(runner), FIGURES["landscapes"]
     sgd = landscape_experiment(scale)
@@ -67,7 +67,7 @@ def landscape(scale: Scale, runner: Runner) -> Findings:
     if scale == "paper" and LI_CHECKPOINT.is_file():
         published = replace(sgd, model=replace(sgd.model, checkpoint=str(LI_CHECKPOINT), head="keep"), epochs=0)
         jobs[LI_NAME] = jobs_for(published, "landscape/Li et al.", (0,), (picture,))
-    found = recorder.replicas(jobs, "landscape: networks and their surroundings")
+    found = recorder.replicas(jobs, "landscape: models and their surroundings")
 
     rise = contrast_between(
         f"mean rise of the loss within {RADIUS:g} of the weights",
@@ -93,10 +93,10 @@ def landscape(scale: Scale, runner: Runner) -> Findings:
         if scale == "paper"
         else own_settings([sgd], ("rho, chosen on validation", rho or "not chosen yet")),
         notes=[
-            "The plane is through the weights, along two Gaussian directions, each filter as long as the network's; "
-            "batch norm has the statistics of the trained network everywhere.",
+            "The plane is through the weights, along two Gaussian directions, each filter as long as the model's; "
+            "batch norm has the statistics of the trained model everywhere.",
             *(
-                ["The paper's SGD network is the checkpoint of Li et al. (2018); " + _whose(jobs)]
+                ["The paper's SGD model is the checkpoint of Li et al. (2018); " + _whose(jobs)]
                 if scale == "paper"
                 else []
             ),
@@ -111,7 +111,7 @@ def _whose(jobs: Mapping[str, Sequence[Job]]) -> str:
 
 
 def landscape_experiment(scale: Scale) -> Experiment:
-    """Return the network of Figure 1 that is trained with SGD."""
+    """Return the model of Figure 1 that is trained with SGD."""
     return replace(start(scale, LANDSCAPES, rho=0.0), model=Model(name=NETWORK[scale]))
 
 

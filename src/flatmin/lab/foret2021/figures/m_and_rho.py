@@ -87,7 +87,7 @@ class Curve:
 
 
 def baseline_row(outcomes: Sequence[Outcome]) -> list[str | Cell | Comparison]:
-    """Return SGD's row beside those of curves."""
+    """Return SGD's row, next to those of curves."""
     errors = (number_cell(metric_by_seed(outcomes, metric), outcomes) for metric in ("valid_error", "test_error"))
     return ["SGD", "0", *errors]
 

@@ -54,8 +54,8 @@ def p_norm(scale: Scale, runner: Runner) -> Findings:
     contrasts = [contrast_of(two, noise), contrast_of(sup, noise), contrast_of(two, sup)]
     family = Family(contrasts)
     two_noise, sup_noise, two_sup = map(family.comparison, contrasts)
-    beside = {"p = 2": (two_noise, two_sup), "p = inf": (sup_noise, ""), "random": ("", "")}
-    rows = [[*curve.row(), *beside[kind]] for kind, curve in curves.items()]
+    comparisons = {"p = 2": (two_noise, two_sup), "p = inf": (sup_noise, ""), "random": ("", "")}
+    rows = [[*curve.row(), *comparisons[kind]] for kind, curve in curves.items()]
     rows.append([*baseline_row(baseline), "", ""])
     grids = [
         Hyperparameter(name=f"rho grid, {kind}", value=rhos, source="ours", note="Euclidean length; not given")
@@ -121,6 +121,6 @@ def _norm_name(kind: str, rho: float) -> str:
 
 def _num_weights(experiment: Experiment) -> int:
     info = dataset_info(experiment.data.name)
-    with torch.device("meta"):  # shapes alone: the large networks take seconds to fill
+    with torch.device("meta"):  # shapes alone: the large models take seconds to fill
         network = build_model(experiment.model, num_classes=info.num_classes, in_channels=info.channels)
     return sum(parameter.numel() for parameter in network.parameters())

@@ -39,12 +39,12 @@ from flatmin.measures import predictive_power
 from flatmin.measures.predictive import Score
 
 PGDL = (
-    "At the paper's scale this needs the networks of the two public tasks of the NeurIPS 2020 competition 'Predicting "
+    "At the paper's scale this needs the models of the two public tasks of the NeurIPS 2020 competition 'Predicting "
     "Generalization in Deep Learning' (https://competitions.codalab.org/competitions/25301), which cannot be trained "
-    "again from what is published. Nothing was run. The laptop scale trains a zoo of its own."
+    "again from what is published. Nothing was run. The laptop scale trains its own zoo."
 )
 ABOUT_ZOO = (
-    "A zoo of its own instead of the competition's networks: {num} small Wide ResNets on {size:,} images of {dataset}, "
+    "Its own zoo instead of the competition's models: {num} small Wide ResNets on {size:,} images of {dataset}, "
     "over width, depth, learning rate, batch size and weight decay, each trained until the mean loss of an epoch is at "
     "most {loss:g}."
 )
@@ -55,7 +55,7 @@ NUM_SWAPS = 199
 
 @dataclass(frozen=True, kw_only=True)
 class Zoo:
-    """A grid of networks, and when to stop each of them."""
+    """A grid of models, and when to stop each of them."""
 
     widths: tuple[int, ...]
     depths: tuple[int, ...]
@@ -68,7 +68,7 @@ class Zoo:
     """Beside m = n, all of the training set."""
 
     def hyperparameters(self) -> list[tuple[int, int, float, int, float]]:
-        """Return width, depth, learning rate, batch size and decay of each network."""
+        """Return width, depth, learning rate, batch size and decay of each model."""
         return list(itertools.product(self.widths, self.depths, self.lrs, self.batch_sizes, self.decays))
 
 
@@ -97,9 +97,9 @@ ZOOS: dict[Scale, Zoo] = {
 
 
 def predictive(scale: Scale, runner: Runner) -> Findings:
-    """Score m-sharpness as a predictor of the generalization gap over a zoo of networks, for several m.
+    """Score m-sharpness as a predictor of the generalization gap over a zoo of models, for several m.
 
-    Networks that do not reach the loss at which all are stopped, or have no finite sharpness, are left out and counted.
+    Models that do not reach the loss at which all are stopped, or have no finite sharpness, are left out and counted.
     """
     recorder, claims = RecordingRunner(runner), FIGURES["predictive-power"]
     claim = claims.statements[0].claim
@@ -114,7 +114,7 @@ def predictive(scale: Scale, runner: Runner) -> Findings:
             notes=[PGDL],
         )
     zoo, jobs = ZOOS[scale], zoo_jobs(scale)
-    found = recorder.outcomes(jobs, "predictive: a zoo of networks")
+    found = recorder.outcomes(jobs, "predictive: a zoo of models")
     measurements = sharpness_measurements(zoo)
     members = [
         (h, outcome)
@@ -148,7 +148,7 @@ def predictive(scale: Scale, runner: Runner) -> Findings:
             ("rho of the measure", DEFAULT_RHO),
         ),
         notes=[
-            f"{len(stopped)} networks of {len(jobs)} are counted; {num_short} did not come to the loss of "
+            f"{len(stopped)} models of {len(jobs)} are counted; {num_short} did not come to the loss of "
             f"{zoo.stop_loss:g} in {zoo.epochs} epochs and are left out.",
             *([f"{num_not_finite} more have a sharpness that is not finite, and are left out."] * bool(num_not_finite)),
             "The gap is test error minus training error (of the last epoch, as it was trained).",
@@ -158,7 +158,7 @@ def predictive(scale: Scale, runner: Runner) -> Findings:
 
 
 def zoo_jobs(scale: Scale) -> list[Job]:
-    """Return a network for each point of the grid, in the order of ``Zoo.hyperparameters``."""
+    """Return a model for each point of the grid, in the order of ``Zoo.hyperparameters``."""
     zoo = ZOOS[scale]
     base = start(scale, M_SHARPNESS, rho=0.0, small=True)
     measurements = tuple(sharpness_measurements(zoo).values())
@@ -208,7 +208,7 @@ def _gap(outcome: Outcome) -> float:
 
 
 def _score(values: Sequence[float], gaps: Sequence[float], grid: Sequence[tuple[float, ...]]) -> Score | None:
-    """Return the score; None where no two networks share two hyperparameters and differ in the gap: too few, so far."""
+    """Return the score; None where no two models share two hyperparameters and differ in the gap: too few, so far."""
     gaps_of: dict[tuple[float, ...], set[float]] = {}
     for h, gap in zip(grid, gaps, strict=True):
         for first, second in itertools.combinations(range(len(h)), 2):
@@ -223,8 +223,8 @@ def better_predictor(
 ) -> float:
     """Return the two-sided p-value that two measures predict the gap equally well.
 
-    If they do, it does not matter which of the two ranks of a network belongs to which measure: they are swapped at
-    random, network by network, and the difference of the scores is compared with those that come of it.
+    If they do, it does not matter which of the two ranks of a model belongs to which measure: they are swapped at
+    random, model by model, and the difference of the scores is compared with those that come of it.
     """
     ranks = np.stack([rankdata(first), rankdata(second)])
     rng = np.random.default_rng(0)
@@ -248,11 +248,11 @@ def _verdict(
     num_missing: int,
 ) -> Verdict:
     if num_missing:
-        why = f"{num_missing} networks of the zoo are missing; nothing is judged before all are there."
+        why = f"{num_missing} models of the zoo are missing; nothing is judged before all are available."
         return Verdict(claim=claim, status="not tested", evidence=why)
     numbers = [m for m in scores if m is not None]
     if not numbers or None not in scores:
-        return Verdict(claim=claim, status="not tested", evidence="Too few networks are there to score a measure.")
+        return Verdict(claim=claim, status="not tested", evidence="Too few models are available to score a measure.")
     smallest = min(numbers)
     small, whole = scores[smallest], scores[None]
     p = better_predictor(sharpness[smallest], sharpness[None], gaps, grid)
@@ -261,13 +261,13 @@ def _verdict(
         status = "reproduced" if small.score > whole.score else "not reproduced"
     said = [
         f"score {small.score:.3f} for m = {smallest} and {whole.score:.3f} for m = n; "
-        f"{small.num_models} networks, p = {p:.2g}"
+        f"{small.num_models} models, p = {p:.2g}"
     ]
     for name, score in ((f"m = {smallest}", small), ("m = n", whole)):
         if score.score <= score.null_high:
             said.append(f"{name} scores no more than a shuffled measure may (up to {score.null_high:.3f})")
         if score.kendall_tau < 0:
-            said.append(f"{name} orders the networks the wrong way round (Kendall's tau {score.kendall_tau:.2f})")
+            said.append(f"{name} orders the models the wrong way round (Kendall's tau {score.kendall_tau:.2f})")
     if status == "reproduced" and (small.score <= small.null_high or small.kendall_tau < 0):
         status = "not reproduced"  # a better score that is no evidence, or of the wrong sign, is not what is claimed
     return Verdict(claim=claim, status=status, evidence="; ".join(said) + ".")

@@ -23,7 +23,7 @@ from flatmin.lab.sweeps.runners import RecordingRunner, Runner
 CLAIMS = FIGURES["error-reduction"]
 METRIC = "test_error"
 ASSUMES = (
-    "The test takes the replicas as independent, not the conditions: these share images, networks and seeds. For each "
+    "The test takes the replicas as independent, not the conditions: these share images, models and seeds. For each "
     "seed the relative reduction is averaged over all conditions, and the means are compared with 0 (t-test). It is "
     "about these conditions, not about others."
 )

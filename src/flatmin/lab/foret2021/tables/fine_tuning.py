@@ -46,7 +46,7 @@ def fine_tuning(scale: Scale, runner: Runner) -> Findings:
 
 
 def fine_tuning_conditions(scale: Scale, runner: Runner) -> list[Condition]:
-    """Return the conditions of Table 3; the smallest scale has to train the network first that is then fine-tuned."""
+    """Return the conditions of Table 3; the smallest scale has to train the model first that is then fine-tuned."""
     if scale != "paper":
         return [_small_condition(scale, runner, rho=None)]
     return [
@@ -178,6 +178,6 @@ def _previous_best() -> Table:
         rows.append(row)
     return Table(
         title="The best before, as the paper cites it: top-1 error",
-        columns=("dataset", "from ImageNet alone (beside b7)", "from any data (beside L2)"),
+        columns=("dataset", "from ImageNet alone (next to b7)", "from any data (next to L2)"),
         rows=rows,
     )

@@ -52,7 +52,7 @@ FAMILY_ROWS = {
     "pyramidnet-shakedrop": "PyramidNet+ShakeDrop",
     "pyramidnet": "PyramidNet",
 }
-"""The rows of Table 1, by the family of the network."""
+"""The rows of Table 1, by the family of the model."""
 SMOKE_FAMILIES = ("wrn-10-1", "shake-shake-26-2x2d", "pyramidnet-11-6", "pyramidnet-11-6-shakedrop")
 
 

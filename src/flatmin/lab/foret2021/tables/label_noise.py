@@ -52,7 +52,7 @@ LAPTOP_TABLE8_RHOS = tuple(rho for rho in settings.RHO_GRID if rho >= 0.05)
 
 
 def label_noise(scale: Scale, runner: Runner) -> Findings:
-    """Table 4: SGD, Mixup and SAM, and the latter two bootstrapped, at 20 to 80 % wrong labels."""
+    """Table 4: SGD, Mixup and SAM, and the latter two bootstrapped, at 20 to 80 % noisy labels."""
     percents = {"paper": NOISE_PERCENT, "laptop": LAPTOP_PERCENT, "smoke": SMOKE_PERCENT}[scale]
     conditions = [_condition(scale, percent) for percent in percents]
     return table_findings(
