@@ -1,8 +1,8 @@
-"""Train networks on Fashion-MNIST with SGD and SAM, measure them, and draw the pictures of measures.md.
+"""Train models on Fashion-MNIST with SGD and SAM, measure them, and draw the plots of measures.md.
 
     python docs/make_measures_figures.py FOLDER [--images docs/images] [--work runs/measures]
 
-About ten minutes on one CPU core. What was trained or measured before is read from the work folder.
+About ten minutes on one CPU core. What was trained or measured before is read from the work directory.
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202, D103
@@ -34,17 +34,17 @@ COLOURS = {"SGD": BLUE, "SAM": ORANGE}
 LOSS = nn.CrossEntropyLoss()
 
 
-def read(folder: Path, name: str, num: int) -> tuple[torch.Tensor, torch.Tensor]:
+def read(directory: Path, name: str, num: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Read images and labels from gzipped IDX files, as tensors with zero mean and unit variance."""
-    images = gzip.decompress((folder / f"{name}-images-idx3-ubyte.gz").read_bytes())
-    labels = gzip.decompress((folder / f"{name}-labels-idx1-ubyte.gz").read_bytes())
+    images = gzip.decompress((directory / f"{name}-images-idx3-ubyte.gz").read_bytes())
+    labels = gzip.decompress((directory / f"{name}-labels-idx1-ubyte.gz").read_bytes())
     x = torch.from_numpy(np.frombuffer(images, np.uint8, offset=16).copy()).view(-1, 1, 28, 28)[:num]
     y = torch.from_numpy(np.frombuffer(labels, np.uint8, offset=8).copy()).long()[:num]
     return (x.float() / 255 - 0.286) / 0.353, y
 
 
 def convolutional() -> nn.Module:
-    """A network without batch norm, which obscures the Hessian (Section 4.2); 19,466 weights."""
+    """A model without batch norm, which obscures the Hessian (Section 4.2); 19,466 weights."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, 2, 1),
@@ -59,7 +59,7 @@ def convolutional() -> nn.Module:
 
 
 def perceptron(width: int) -> nn.Module:
-    """A small network for the grid of hyperparameters."""
+    """A small model for the grid of hyperparameters."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Flatten(), nn.Linear(784, width), nn.ReLU(), nn.Linear(width, 10))
 
@@ -96,7 +96,7 @@ def error(model, x, y):
 
 
 def trained_pair(data, work):
-    """Return one network trained with SGD and one with SAM, and the cosine along SAM's training."""
+    """Return one model trained with SGD and one with SAM, and the cosine along SAM's training."""
     (x, y), _ = data
     models, cosines = {}, []
     for name, rho in (("SGD", 0.0), ("SAM", 0.1)):
@@ -181,7 +181,7 @@ def draw_cosines(cosines):
 
 
 def draw_score(data, work):
-    """Train a grid of networks, and ask how well m-sharpness predicts their gaps."""
+    """Train a grid of models, and ask how well m-sharpness predicts their gaps."""
     (x, y), (test_x, test_y) = data
     x, y = x[:2000], y[:2000]
     grid = list(itertools.product((16, 64), (0.05, 0.2), (0.0, 1e-3), (0.0, 0.1), (32, 256)))
@@ -202,7 +202,7 @@ def draw_score(data, work):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", type=Path, help="the folder with the four gzipped IDX files of Fashion-MNIST")
+    parser.add_argument("data", type=Path, help="the directory with the four gzipped IDX files of Fashion-MNIST")
     parser.add_argument("--images", type=Path, default=Path("docs/images"))
     parser.add_argument("--work", type=Path, default=Path("runs/measures"))
     arguments = parser.parse_args()

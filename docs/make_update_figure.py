@@ -2,7 +2,7 @@
 
     python docs/make_update_figure.py [--images docs/images]
 
-A linear network with two layers of one weight each, y = w_2 w_1 x, and the mean squared error. The gradients and
+A linear model with two layers of one weight each, y = w_2 w_1 x, and the mean squared error. The gradients and
 weights are those that `flatmin.SAM` computes. Takes seconds.
 """
 

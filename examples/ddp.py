@@ -1,4 +1,4 @@
-"""DistributedDataParallel: each worker climbs by its own gradient, and gradients are reduced once a step.
+"""DistributedDataParallel: each worker ascends along its own gradient, and gradients are reduced once per step.
 
 Run it with ``torchrun --nproc_per_node 2 examples/ddp.py``, or alone with ``python examples/ddp.py``.
 """

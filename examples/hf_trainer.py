@@ -22,9 +22,9 @@ def make_data() -> list[dict]:
 
 
 def main(trainer_class: type[Trainer] = SAMTrainer, dropout: float = 0.1, **settings) -> Trainer:
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as directory:
         quiet = {
-            "output_dir": folder,
+            "output_dir": directory,
             "use_cpu": True,
             "report_to": "none",
             "disable_tqdm": True,

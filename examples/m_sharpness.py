@@ -1,4 +1,4 @@
-"""m-sharpness: each micro-batch climbs by a perturbation of its own, and the SAM gradients are averaged.
+"""m-sharpness: each micro-batch has its own perturbation, and the SAM gradients are averaged.
 
 The paper finds that a smaller m, the number of examples that share a perturbation, generalizes better (Section 4.1).
 """

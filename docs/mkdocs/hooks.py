@@ -17,8 +17,8 @@ def on_files(files: Files, config: Any) -> Files:
     linked = {path for page in pages if page.parent == ROOT / "docs" for path in LINK.findall(page.read_text())}
     for path in list(linked):  # and what these files show in turn
         if (ROOT / path).is_file():
-            folder = Path(path).parent
-            linked |= {str(folder / name) for name in NEIGHBOR.findall((ROOT / path).read_text())}
+            directory = Path(path).parent
+            linked |= {str(directory / name) for name in NEIGHBOR.findall((ROOT / path).read_text())}
     for path in sorted(linked):
         if (ROOT / path).is_file() and ".." not in path:
             files.append(File.generated(config, f"repository/{path}", abs_src_path=str(ROOT / path)))

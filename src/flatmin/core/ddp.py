@@ -42,7 +42,7 @@ def check_model(model: nn.Module | None, parameters: Iterable[Tensor], sync_pert
     if own and own.isdisjoint(map(id, parameters)):
         warnings.warn(
             "model has none of the parameters of the optimizer: SAM would look after the running statistics of another "
-            "network. Pass the model that is trained, as you call it.",
+            "model. Pass the model that is trained, as you call it.",
             UserWarning,
             stacklevel=4,
         )
@@ -71,7 +71,7 @@ def warn_if_passes_cannot_be_local(model: nn.Module | None, parameters: Iterable
             "There are several workers, but SAM's model "
             + ("is not given" if model is None else f"({type(model).__name__}) has no no_sync()")
             + ", so that it cannot keep the first pass on its worker: the perturbation is shared if your wrapper "
-            "reduces gradients in every backward pass, and gradients are then reduced twice a step. Pass the "
+            "reduces gradients in every backward pass, and gradients are then reduced twice per step. Pass the "
             "DistributedDataParallel module as model=, or sync_perturbation=True if a shared one is what you want.",
             UserWarning,
             stacklevel=5,

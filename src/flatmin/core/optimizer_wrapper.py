@@ -37,7 +37,7 @@ class OptimizerWrapper(Optimizer):
     """Shares parameter groups, state and defaults with the optimizer it wraps, and passes everything else on to it.
 
     Subclasses set ``base`` and call ``__setstate__`` in place of ``Optimizer.__init__``, which would make groups and
-    state of its own.
+    separate state.
     """
 
     base: Optimizer

@@ -186,7 +186,7 @@ def ascent_step(
         grads: the gradient, a tensor for each parameter.
         rho: the radius; not used where ``scales`` are given.
         p: the norm of the ball, in [1, inf].
-        scales: T of each tensor, for radii of their own or for ASAM: :math:`\epsilon = T \odot dual_p(T \odot g)`.
+        scales: T of each tensor, for separate radii or for ASAM: :math:`\epsilon = T \odot dual_p(T \odot g)`.
 
     Returns:
         The step, in the shapes and dtypes of ``grads``.

@@ -14,7 +14,7 @@ from flatmin.core.sam import SAM
 
 @dataclass(frozen=True)
 class EffectivePerturbation:
-    r"""The perturbation a forward pass sees, beside the one that was asked for. Norms are Euclidean.
+    r"""The perturbation a forward pass sees, next to the one that was asked for. Norms are Euclidean.
 
     With :math:`\tilde\epsilon = round(w + \epsilon) - round(w)`:
     """
@@ -37,7 +37,7 @@ def effective_perturbation(opt: SAM, *, compute_dtype: torch.dtype | None = None
 
     Weights stored in bfloat16 have 8 significant bits: a weight of 1 moves only if its share of :math:`\epsilon`
     exceeds 1/512. Under autocast the same happens to the copies that matrix products and convolutions work with. Call
-    it after a ``backward()``; it changes nothing and, unlike a step, waits for the device.
+    it after a ``backward()``; it changes nothing and, unlike a step, synchronizes with the device.
 
     Args:
         opt: the optimizer, with gradients at hand.

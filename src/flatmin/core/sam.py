@@ -165,7 +165,7 @@ class SAM(OptimizerWrapper):
 
     @property
     def rho(self) -> float:
-        """The radius of the groups that have none of their own."""
+        """The radius of the groups that do not set one."""
         rho: float = self.param_groups[0].get(RHO_KEY, self._state.rho)
         return rho
 
@@ -236,7 +236,7 @@ class SAM(OptimizerWrapper):
 
     @contextlib.contextmanager
     def perturbed(self, loss: Tensor | None = None) -> Iterator[PerturbedPass]:
-        r"""Stand at :math:`w + \epsilon` within the block, with the direction of the gradients that are there on entry.
+        r"""Move to :math:`w + \epsilon` within the block, with the direction of the gradients on entry.
 
         The gradients are reset on entry; those of the pass within the block are what the next ``step()`` uses. On exit,
         after an exception too, w comes back exactly, and so do the buffers of ``model``. Random layers draw the noise

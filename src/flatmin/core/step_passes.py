@@ -57,7 +57,7 @@ class StepPasses:
     """Runs the passes of one closure, or moves the weights around a pass of the user's.
 
     Args:
-        base: the optimizer that SAM wraps; its groups and state are looked up anew in every step.
+        base: the optimizer that SAM wraps; its groups and state are looked up in every step.
         settings: how the perturbation is found.
         state: what changes from step to step.
         generator: where random directions come from.

@@ -52,7 +52,7 @@ class Landscape:
         return plots.landscape(self, kind, metric)
 
     def save_html(self, path: str | os.PathLike[str], metric: Literal["loss", "accuracy"] = "loss") -> None:
-        """Write a page with the surfaces of a 2-D landscape, to rotate in a browser; it needs no network."""
+        """Write a page with the surfaces of a 2-D landscape, to rotate in a browser; it works offline."""
         plots.landscape_page(self, path, metric)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from flatmin.lab.errors import StorageError
 from flatmin.lab.runs import checkpoint
-from flatmin.lab.runs.checkpoint import checkpoints, latest_checkpoint, prepare_folder, read_state, save_checkpoint
+from flatmin.lab.runs.checkpoint import checkpoints, latest_checkpoint, prepare_directory, read_state, save_checkpoint
 
 CPU = torch.device("cpu")
 
@@ -49,7 +49,7 @@ def test_a_file_that_a_killed_process_left_half_written_is_never_a_checkpoint(tm
     save_checkpoint(tmp_path, 1, state(1))
     (tmp_path / "step-00000002.part").write_bytes(b"half")
     assert read_state(latest_checkpoint(tmp_path), CPU)["step"] == 1
-    prepare_folder(tmp_path, 1000)
+    prepare_directory(tmp_path, 1000)
     assert not list(tmp_path.glob("*.part"))
 
 
@@ -70,12 +70,12 @@ def test_a_full_disk_loses_nothing_already_saved(tmp_path, monkeypatch):
 
 def test_too_little_room_is_an_error_beforehand(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 90, 10_000_000))
-    prepare_folder(tmp_path, 3_000_000)
+    prepare_directory(tmp_path, 3_000_000)
     with pytest.raises(StorageError, match=r"10\.0 MB free, but .* need 12\.0 MB"):
-        prepare_folder(tmp_path, 4_000_000)
+        prepare_directory(tmp_path, 4_000_000)
 
 
 def test_an_unwritable_folder_is_an_error_beforehand(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(StorageError, match=r"cannot be written to.*--runs"):
-        prepare_folder(tmp_path / "file" / "checkpoints", 10)
+        prepare_directory(tmp_path / "file" / "checkpoints", 10)

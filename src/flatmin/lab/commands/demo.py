@@ -17,7 +17,7 @@ class Demo:
     runs: Path = Path("runs/demo")
     """Where the runs and the page (index.html) go."""
     processes: int = 0
-    """How many networks to train at once, each on one thread; 0 is one for each core."""
+    """How many models to train at once, each on one thread; 0 is one for each core."""
 
     def run(self, console: Console) -> None:
         """Train, measure, print the table, write the page."""

@@ -1,4 +1,4 @@
-"""``flatmin reproduce`` runs the experiments behind a table or figure again; ``flatmin report`` shows what is there."""
+"""``flatmin reproduce`` reproduces tables and figures; ``flatmin report`` shows existing runs."""
 
 import difflib
 import math
@@ -26,12 +26,12 @@ SHOWN_NAMES = 5
 
 @dataclass(frozen=True)
 class Reproduce:
-    """Run the experiments behind a table or figure of the paper again, and write a page: claimed beside measured."""
+    """Reproduce tables and figures of the paper, and write a page: the paper's numbers next to the measured ones."""
 
     items: Annotated[tuple[str, ...], tyro.conf.Positional]
     """Names of tables and figures (`flatmin list items`), or all (on a laptop: days)."""
     scale: Scale = "laptop"
-    """paper: its own settings (GPUs and data needed); laptop: small networks, real data, two cores; smoke: seconds."""
+    """paper: its own settings (GPUs and data needed); laptop: small models, real data, two cores; smoke: seconds."""
     runs: Path = Path("runs/reproduce")
     """The directory of all runs; finished ones are not repeated, interrupted ones resume."""
     out: Path | None = None
@@ -43,7 +43,7 @@ class Reproduce:
     address: str | None = None
     """Of an existing Ray cluster ("auto" finds one); a local one is started if None."""
     processes: int = 0
-    """How many networks are trained at once; 0 is as many as there are cores (or GPUs)."""
+    """How many models are trained at once; 0 is as many as there are cores (or GPUs)."""
     threads: int = 0
     """Threads of each; 0 is one, or with GPUs an equal share of the cores."""
     data_root: Path | None = None
@@ -133,7 +133,7 @@ class Reproduce:
                 f"--only {' '.join(self.only)}: no run has that in its name. There are {len(names)} names, for "
                 f"example {', '.join(close)}."
             )
-        # The nodes of a cluster have files of their own, of which nothing is known here.
+        # The nodes of a cluster have their own files, which are unknown here.
         if self.engine == "ray":
             return {}
         inputs = Inputs(data_root=self.data_root)

@@ -132,12 +132,12 @@ def _svhn(data: Data, data_root: Path | None) -> tuple[MemoryImages, MemoryImage
 
 
 def _fashion_mnist(data_root: Path | None) -> tuple[MemoryImages, MemoryImages]:
-    folder = find("fashion-mnist", data_root)
-    if folder is None:
+    directory = find("fashion-mnist", data_root)
+    if directory is None:
         kind = _torchvision_datasets().FashionMNIST
         root = find_or_download("fashion-mnist", data_root, lambda target: kind(target, download=True))
-        folder = root / "FashionMNIST/raw"
-    arrays = {name: _read_idx(folder, name) for name in FASHION_MNIST_FILES}
+        directory = root / "FashionMNIST/raw"
+    arrays = {name: _read_idx(directory, name) for name in FASHION_MNIST_FILES}
 
     def part(prefix: str) -> MemoryImages:
         pixels, labels = arrays[f"{prefix}-images-idx3-ubyte"], arrays[f"{prefix}-labels-idx1-ubyte"]
@@ -146,9 +146,9 @@ def _fashion_mnist(data_root: Path | None) -> tuple[MemoryImages, MemoryImages]:
     return part("train"), part("t10k")
 
 
-def _read_idx(folder: Path, name: str) -> NDArray[np.uint8]:
+def _read_idx(directory: Path, name: str) -> NDArray[np.uint8]:
     """Return the bytes behind the header of an IDX file (4 bytes of magic, then 4 for each dimension)."""
-    raw, packed = folder / name, folder / f"{name}.gz"
+    raw, packed = directory / name, directory / f"{name}.gz"
     path = raw if raw.is_file() else packed
     try:
         content = raw.read_bytes() if raw.is_file() else gzip.decompress(packed.read_bytes())
@@ -236,21 +236,23 @@ def _listings(name: str, data_root: Path | None) -> tuple[Listing, Listing]:
     return [pair for split in train_splits for pair in listing(split)], listing(test_split)
 
 
-def _class_folders(folder: Path) -> tuple[Listing, Listing]:
+def _class_folders(directory: Path) -> tuple[Listing, Listing]:
     """Return (file, class) of PATH/train/CLASS/* and PATH/test/CLASS/*; classes are numbered by name."""
     ImageFolder = _torchvision_datasets().ImageFolder
     parts = []
     for split in ("train", "test"):
         try:
-            parts.append(ImageFolder(folder / split, loader=_path_itself))
+            parts.append(ImageFolder(directory / split, loader=_path_itself))
         except OSError as error:
             raise DataError(
-                f"folder:{folder} needs {folder}/train/CLASS/ and {folder}/test/CLASS/ with images: {error}"
+                f"folder:{directory} needs {directory}/train/CLASS/ and {directory}/test/CLASS/ with images: {error}"
             ) from error
     train, test = parts
     if train.classes != test.classes:
         only = sorted(set(train.classes) ^ set(test.classes))
-        raise DataError(f"{folder}/train and {folder}/test must have the same classes; only one of them has {only}.")
+        raise DataError(
+            f"{directory}/train and {directory}/test must have the same classes; only one of them has {only}."
+        )
     return tuple([(Path(path), label) for path, label in part.samples] for part in parts)  # type: ignore[return-value]
 
 

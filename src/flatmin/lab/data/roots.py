@@ -98,14 +98,14 @@ def _holds_something(path: Path) -> bool:
     return path.is_file() or (path.is_dir() and any(path.iterdir()))
 
 
-def check_files(name: str, folder: Path, checksums: Iterable[tuple[str, str]]) -> None:
+def check_files(name: str, directory: Path, checksums: Iterable[tuple[str, str]]) -> None:
     """Compare files with their md5 checksums.
 
     Raises:
         DataError: a file is missing or differs; the message names it.
     """
     for relative, md5 in checksums:
-        path = folder / relative
+        path = directory / relative
         if not path.is_file():
             raise DataError(f"{path} is missing: {name} is incomplete. {_fix(name)}")
         if file_md5(path) != md5:

@@ -24,22 +24,22 @@ PATTERN = re.compile(r"step-(\d{8,})-([0-9a-f]{16})\.pt")
 NUM_KEPT = 2
 
 
-def save_checkpoint(folder: Path, step: int, state: dict[str, Any]) -> Path:
+def save_checkpoint(directory: Path, step: int, state: dict[str, Any]) -> Path:
     """Write a checkpoint atomically and remove all but it and the latest intact one of the others.
 
     Raises:
         StorageError: the disk is full or the directory not writable; earlier checkpoints are unchanged.
     """
     try:
-        path = _write_state(folder, f"step-{step:08d}", state)
+        path = _write_state(directory, f"step-{step:08d}", state)
     except (OSError, RuntimeError) as error:  # torch's zip writer turns a full disk into a RuntimeError
-        kept = [p.name for p in checkpoints(folder)]
+        kept = [p.name for p in checkpoints(directory)]
         raise StorageError(
-            f"The checkpoint of step {step} cannot be written to {folder}: {error}. "
+            f"The checkpoint of step {step} cannot be written to {directory}: {error}. "
             f"{'Saved so far: ' + kept[0] + '.' if kept else 'Nothing was saved before.'} "
             "Free some disk space or choose another --runs directory, and rerun the command to resume."
         ) from error
-    others = [other for other in checkpoints(folder) if other.name != path.name]
+    others = [other for other in checkpoints(directory) if other.name != path.name]
     if len(others) >= NUM_KEPT:
         kept_file = next((other for other in others if _is_intact(other)), None)
         for old in others:
@@ -49,35 +49,35 @@ def save_checkpoint(folder: Path, step: int, state: dict[str, Any]) -> Path:
     return path
 
 
-def save_epoch_weights(folder: Path, epoch: int, state: dict[str, Any]) -> Path:
+def save_epoch_weights(directory: Path, epoch: int, state: dict[str, Any]) -> Path:
     """Write the weights after an epoch, to be kept.
 
     Raises:
         StorageError: the disk is full or the directory not writable.
     """
     try:
-        folder.mkdir(exist_ok=True)
-        return _write_state(folder, f"epoch-{epoch:06d}", state)
+        directory.mkdir(exist_ok=True)
+        return _write_state(directory, f"epoch-{epoch:06d}", state)
     except (OSError, RuntimeError) as error:
         raise StorageError(
-            f"The weights of epoch {epoch} cannot be written to {folder}: {error}. Free some disk space, and rerun "
+            f"The weights of epoch {epoch} cannot be written to {directory}: {error}. Free some disk space, and rerun "
             "the command to resume."
         ) from error
 
 
-def intact_file(folder: Path, stem: str) -> Path | None:
+def intact_file(directory: Path, stem: str) -> Path | None:
     """Return the file of a step (``step-00000012``) or epoch (``epoch-000003``) if it is intact, or None."""
-    return next((path for path in sorted(folder.glob(f"{stem}-*.pt")) if _is_intact(path)), None)
+    return next((path for path in sorted(directory.glob(f"{stem}-*.pt")) if _is_intact(path)), None)
 
 
-def latest_checkpoint(folder: Path, check: Callable[[dict[str, Any]], None] | None = None) -> bytes | None:
+def latest_checkpoint(directory: Path, check: Callable[[dict[str, Any]], None] | None = None) -> bytes | None:
     """Return the content of the latest usable checkpoint, or None. Each corrupt one is skipped with a warning.
 
     Args:
-        folder: the directory of the checkpoints.
+        directory: where the checkpoints are.
         check: raises a ValueError if a state does not belong to the run; if None, only checksums are compared.
     """
-    for path in checkpoints(folder):
+    for path in checkpoints(directory):
         try:
             content = path.read_bytes()
             if not _is_content_of(path, content):
@@ -105,55 +105,57 @@ def read_state(content: bytes, device: torch.device) -> dict[str, Any]:
     return state
 
 
-def checkpoints(folder: Path) -> list[Path]:
+def checkpoints(directory: Path) -> list[Path]:
     """Return the files that are named like checkpoints, the latest first; none if there is no such directory."""
     found = []
-    for path in folder.iterdir() if folder.is_dir() else ():
+    for path in directory.iterdir() if directory.is_dir() else ():
         if match := PATTERN.fullmatch(path.name):
             with suppress(FileNotFoundError):  # another process may just have removed it
                 found.append((int(match[1]), path.lstat().st_mtime_ns, path))
     return [path for _, _, path in sorted(found, reverse=True)]
 
 
-def latest_step(folder: Path) -> int:
+def latest_step(directory: Path) -> int:
     """Return the step of the latest checkpoint by its name alone; 0 if there is none."""
-    steps = [int(match[1]) for path in folder.glob("step-*.pt") if (match := PATTERN.fullmatch(path.name))]
+    steps = [int(match[1]) for path in directory.glob("step-*.pt") if (match := PATTERN.fullmatch(path.name))]
     return max(steps, default=0)
 
 
-def prepare_folder(folder: Path, needed_bytes: int) -> None:
+def prepare_directory(directory: Path, needed_bytes: int) -> None:
     """Create a directory, without what a killed run left half-written, and check that three checkpoints fit into it.
 
     Raises:
         StorageError: it cannot be created or written to, or the disk has too little room.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        remove_temporary_files(folder)
-        probe = folder / f"probe{TEMPORARY_SUFFIX}"
+        directory.mkdir(parents=True, exist_ok=True)
+        remove_temporary_files(directory)
+        probe = directory / f"probe{TEMPORARY_SUFFIX}"
         probe.write_bytes(b"x" * 4096)
         probe.unlink()
-        free = shutil.disk_usage(folder).free
+        free = shutil.disk_usage(directory).free
     except OSError as error:
-        raise StorageError(f"{folder} cannot be written to: {error}. Choose another directory with --runs.") from error
+        raise StorageError(
+            f"{directory} cannot be written to: {error}. Choose another directory with --runs."
+        ) from error
     total = (NUM_KEPT + 1) * needed_bytes
     if free < total:
         raise StorageError(
-            f"{folder} has {free / 1e6:,.1f} MB free, but the checkpoints of this run need {total / 1e6:,.1f} MB. "
+            f"{directory} has {free / 1e6:,.1f} MB free, but the checkpoints of this run need {total / 1e6:,.1f} MB. "
             "Free some disk space or choose another directory with --runs."
         )
 
 
-def _write_state(folder: Path, stem: str, state: dict[str, Any]) -> Path:
-    temporary = folder / f"{stem}{TEMPORARY_SUFFIX}"
+def _write_state(directory: Path, stem: str, state: dict[str, Any]) -> Path:
+    temporary = directory / f"{stem}{TEMPORARY_SUFFIX}"
     try:
         with temporary.open("wb") as file:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
-        path = folder / f"{stem}-{_checksum(temporary)}.pt"
+        path = directory / f"{stem}-{_checksum(temporary)}.pt"
         temporary.replace(path)
-        _sync_folder(folder)
+        _sync_directory(directory)
     except (OSError, RuntimeError):
         temporary.unlink(missing_ok=True)
         raise
@@ -179,10 +181,10 @@ def _checksum(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
-def _sync_folder(folder: Path) -> None:
+def _sync_directory(directory: Path) -> None:
     # The rename itself has to reach the disk as well.
     if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
+        descriptor = os.open(directory, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:

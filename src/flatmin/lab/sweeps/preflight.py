@@ -47,10 +47,10 @@ class Inputs:
     def _of_data(self, job: Job) -> DataError | None:
         name, extra = job.experiment.data.name, job.experiment.data.extra
         if name.startswith(FOLDER_PREFIX):
-            folder = Path(name.removeprefix(FOLDER_PREFIX))
-            if all((folder / split).is_dir() for split in ("train", "test")):
+            directory = Path(name.removeprefix(FOLDER_PREFIX))
+            if all((directory / split).is_dir() for split in ("train", "test")):
                 return None
-            return DataError(f"{name} needs {folder}/train/CLASS/ and {folder}/test/CLASS/ with images.")
+            return DataError(f"{name} needs {directory}/train/CLASS/ and {directory}/test/CLASS/ with images.")
         info = DATASETS[name]
         root = find(name, self.data_root) if info.marker else Path()
         if root is not None and extra and not (root / SVHN_EXTRA).is_file():

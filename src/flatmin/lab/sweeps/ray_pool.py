@@ -173,9 +173,9 @@ def _probe_on_node(probe: str, node: str) -> str | None:
     return token
 
 
-def _run_on_node(run: Callable[[Job], JobStatus], job: Job, threads: int, folder: str) -> JobStatus:
-    if Path(folder).is_dir():
-        os.chdir(folder)  # relative paths in the spec mean what they mean where the sweep was started
+def _run_on_node(run: Callable[[Job], JobStatus], job: Job, threads: int, directory: str) -> JobStatus:
+    if Path(directory).is_dir():
+        os.chdir(directory)  # relative paths in the spec mean what they mean where the sweep was started
     torch.set_num_threads(threads)
     status = run(job)
     if status.is_device_broken:

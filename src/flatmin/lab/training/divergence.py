@@ -3,7 +3,7 @@
 from flatmin.lab.spec.experiment import Optim
 
 
-def remedies(optim: Optim, precision: str) -> list[str]:
+def fixes(optim: Optim, precision: str) -> list[str]:
     """Return what to try next.
 
     Args:
@@ -11,7 +11,7 @@ def remedies(optim: Optim, precision: str) -> list[str]:
         precision: the precision it used, "auto" resolved.
 
     Example:
-        >>> remedies(Optim(lr=3.0, clip_norm=5.0), "float32")
+        >>> fixes(Optim(lr=3.0, clip_norm=5.0), "float32")
         ['a smaller optim.lr than 3', 'optim.warmup_epochs']
     """
     advice = [f"a smaller optim.lr than {optim.lr:g}", "optim.warmup_epochs"]

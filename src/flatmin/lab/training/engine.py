@@ -23,7 +23,7 @@ from flatmin.lab.errors import DataError, DivergedError, InterruptedRun, ModelEr
 from flatmin.lab.models.build import build_model, freeze_batch_norm, input_statistics
 from flatmin.lab.runs.checkpoint import (
     latest_checkpoint,
-    prepare_folder,
+    prepare_directory,
     read_state,
     save_checkpoint,
     save_epoch_weights,
@@ -34,7 +34,7 @@ from flatmin.lab.runs.tensorboard import tensorboard, write_events
 from flatmin.lab.spec.experiment import Experiment
 from flatmin.lab.spec.fields import finite
 from flatmin.lab.training.distributed import Workers, join_workers
-from flatmin.lab.training.divergence import remedies
+from flatmin.lab.training.divergence import fixes
 from flatmin.lab.training.evaluation import evaluate, what_is_evaluated
 from flatmin.lab.training.precision import deterministic_algorithms
 from flatmin.lab.training.relabel import (
@@ -199,7 +199,7 @@ class _Run:
             self._keep_weights()
 
     def _latest_checkpoint(self) -> bytes | None:
-        prepare_folder(self.directory.checkpoints, self._checkpoint_bytes())
+        prepare_directory(self.directory.checkpoints, self._checkpoint_bytes())
         return latest_checkpoint(self.directory.checkpoints, self._check_state)
 
     def _write_start(self) -> None:
@@ -338,7 +338,7 @@ class _Run:
         raise DivergedError(
             f"The loss diverged (NaN or inf) at step {bad_step} (epoch {epoch + 1}, batch {number}, examples "
             f"{', '.join(map(str, examples[:8]))}, ...). The last good checkpoint is kept in "
-            f"{self.directory.checkpoints}. Try {', '.join(remedies(self.experiment.optim, self.stepper.precision))}."
+            f"{self.directory.checkpoints}. Try {', '.join(fixes(self.experiment.optim, self.stepper.precision))}."
         )
 
     def _largest(self, *numbers: int) -> list[int]:

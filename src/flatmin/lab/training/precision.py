@@ -1,4 +1,4 @@
-"""In which numbers a network is computed, and whether always in the same order."""
+"""In which numbers a model is computed, and whether always in the same order."""
 
 import os
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ def resolve_precision(precision: Precision, device: torch.device) -> Literal["fl
 
 
 def autocast(precision: Literal["float32", "bfloat16"], device: torch.device) -> AbstractContextManager[object]:
-    """Return the context in which the network is called."""
+    """Return the context in which the model is called."""
     if precision == "float32":
         return nullcontext()
     return torch.autocast(device.type, dtype=torch.bfloat16)

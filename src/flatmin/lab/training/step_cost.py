@@ -1,4 +1,4 @@
-"""How often a step of training passes forward and backward through the network."""
+"""How often a step of training passes forward and backward through the model."""
 
 from flatmin.lab.spec.experiment import Experiment
 

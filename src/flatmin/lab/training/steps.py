@@ -100,7 +100,7 @@ class Stepper:
         """Take step ``number`` of the run on this worker's part of a batch."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        # Drawn anew from the step's number, so that there are no generators to save.
+        # Drawn from the step's number, so that there are no generators to save.
         torch.manual_seed(torch_seed(self.seed, Purpose.NETWORK_NOISE, number, self.workers.rank))
         shared = 0 if self.optim.sync_perturbation else self.workers.rank
         self.generator.manual_seed(torch_seed(self.seed, Purpose.PERTURBATION, number, shared))
@@ -276,7 +276,7 @@ class MicroBatchStatistics:
             mean.add_(statistic, alpha=1 / self.num_parts)
 
     def finish(self) -> None:
-        """Put the mean into the network."""
+        """Put the mean into the model."""
         for mean, statistic in zip(self.means, self.statistics, strict=True):
             statistic.copy_(mean)
 
