@@ -41,7 +41,7 @@ def cluster():
 
 def test_a_folder_that_a_node_does_not_see_is_refused(cluster, tmp_path, monkeypatch):
     monkeypatch.setattr(sweep_ray, "_probe_on_node", lambda probe, node: None)
-    with pytest.raises(RunError, match="has to be on a file system that all nodes see"):
+    with pytest.raises(RunError, match="has to be on a file system that all nodes share"):
         sweep(many_jobs(1, 1), runs=tmp_path, engine="ray", address=cluster.address)
     assert list(tmp_path.iterdir()) == []
     assert not ray.is_initialized()
