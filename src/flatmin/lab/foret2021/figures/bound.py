@@ -154,7 +154,7 @@ def _half_width(scale: str) -> Callable[[MeasurementResult], float]:
 
 
 def _noise_verdict(claim: str, found: Mapping[str, list[Outcome]], noise: Measurement) -> Verdict:
-    """Judge that noise does not lower the error: no network's interval lies below 0, and none reaches far below."""
+    """Judge that noise does not lower the error: no model's interval lies below 0, and none reaches far below."""
     lowest, falls, total = math.inf, 0, 0
     for outcome in (o for outcomes in found.values() for o in outcomes if noise in o.measured):
         for scale in NOISE_SCALES:

@@ -314,7 +314,7 @@ def _point_figure(
 ) -> LineFigure:
     said = [", ".join(f"{n} {v:g}" for n, v in zip(HYPERPARAMETER_NAMES, h, strict=True)) for h, _ in stopped]
     return LineFigure(
-        title="Each network: m-sharpness and generalization gap",
+        title="Each model: m-sharpness and generalization gap",
         x_label="m-sharpness",
         y_label="generalization gap, points",
         series=[
