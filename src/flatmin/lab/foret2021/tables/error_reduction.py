@@ -124,8 +124,8 @@ def mean_reductions(errors: Sequence[tuple[BySeed, BySeed]]) -> dict[int, float]
         errors: with SAM and of the baseline, for each condition.
 
     Example:
-        >>> mean_reductions([({0: 8.0}, {0: 10.0}), ({0: 20.0}, {0: 20.0})])
-        {0: 10.0}
+        >>> mean_reductions([({0: 5.0}, {0: 10.0}), ({0: 20.0}, {0: 20.0})])
+        {0: 25.0}
     """
     seeds = set.intersection(*(set(values) for pair in errors for values in pair)) if errors else set()
     return {s: 100 * mean(1 - sam[s] / base[s] for sam, base in errors if base[s] > 0) for s in sorted(seeds)}
