@@ -7,6 +7,7 @@ no number in them is typed in by hand; a test compares them with the runs.
 """
 
 import json
+import re
 import shutil
 import sys
 from dataclasses import replace
@@ -56,7 +57,9 @@ def copy_small_files(asked: set[str], source: Path, target: Path) -> None:
         (target / name).mkdir(parents=True)
         for file in FILES:
             if (source / name / file).exists():
-                shutil.copy(source / name / file, target / name / file)
+                text = (source / name / file).read_text()
+                # A path on the machine of the run says nothing to others: its last part is enough.
+                (target / name / file).write_text(re.sub(r'"/[^"]*/([^"/]+)"', r'"\1"', text))
         for file in sorted((source / name / "measures").glob("*.json")):
             (target / name / "measures").mkdir(exist_ok=True)
             # The densities and grids have more digits than the page shows; half of the bytes are enough.
