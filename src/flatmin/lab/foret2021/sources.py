@@ -105,9 +105,11 @@ paper | label smoothing | 0.1
 paper | rho | {settings.DEFAULT_RHO} | from a grid search on ResNet-50 for 100 epochs
 paper | input size | 224
 paper | replicas | {settings.NUM_REPLICAS}
-code | augmentation | random resized crop, flip | as torchvision draws it (the logarithm of the ratio is uniform)
+code | augmentation | random resized crop, flip | as torchvision draws it (the logarithm of the ratio is uniform),
+  also where no crop fits: the reference code then takes its evaluation crop
 code | evaluation | the central 224 / (224 + 32) of the shorter side
-code | resizing | bicubic | Pillow's, which smooths where images shrink; TensorFlow's does not
+code | resizing | bicubic | Pillow's, which smooths where images shrink; TensorFlow's does not, and aligns pixels
+  in its own way where images grow
 [finetuning]
 paper | learning rate | b7: 0.016, L2: 0.008 | cosine schedule
 paper | weight decay | 1e-05
@@ -124,7 +126,8 @@ paper | augmentation, CIFAR | AutoAugment | the same policy as from scratch: our
 paper | augmentation, other datasets | ImageNet's random crop and flip alone | 'no augmentation' and the preprocessing
   of ImageNet, which in the reference code crops and flips
 code | evaluation | the central size / (size + 32) of the shorter side | not on CIFAR
-code | resizing | bicubic | Pillow's, which smooths where images shrink; TensorFlow's does not
+code | resizing | bicubic | Pillow's, which smooths where images shrink; TensorFlow's does not, and aligns pixels
+  in its own way where images grow
 code | dropout | 0.5 | before the last layer
 code | drop-connect | 0.2 | of the last block, rising linearly from 0
 ours | rho | {RHOS} | chosen on validation; which one was best for a dataset is not given
