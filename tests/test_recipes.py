@@ -151,3 +151,96 @@ def test_a_scheduler_that_holds_sam_sees_steps_on_batches():
     opt.step_batch(lambda x, y: nn.functional.cross_entropy(model(x), y), make_data(), part=0.5)
     schedule.step()  # without a warning that no step was taken
     assert opt.param_groups[0]["lr"] == 0.05
+
+
+def make_normalized_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize("form", ["closure", "two passes"])
+def test_fabric_trains_like_a_plain_loop(form):
+    from lightning.fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", devices=1)
+    sam = SAM(torch.optim.SGD((inner := make_normalized_model()).parameters(), lr=0.1, momentum=0.9), rho=0.3)
+    model, opt = fabric.setup(inner, sam)
+    sam.model = model
+    plain = make_normalized_model()
+    plain_opt = SAM(torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9), rho=0.3, model=plain)
+    x, y = make_data()
+
+    def closure():
+        opt.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        fabric.backward(loss)
+        return loss
+
+    for step in range(2):
+        torch.manual_seed(step)
+        if form == "closure":
+            opt.step(closure)
+        else:
+            closure()
+            with sam.perturbed():
+                closure()
+            opt.step()
+        torch.manual_seed(step)
+        sam_step(plain_opt, plain, x, y)
+    for p, q in zip(inner.state_dict().values(), plain.state_dict().values(), strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_buffers_of_both_models_of_a_gan_come_from_the_first_pass(both):
+    torch.manual_seed(0)
+    generator = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+    discriminator = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 1))
+    models = nn.ModuleList([generator, discriminator])
+    once = copy.deepcopy(models)
+    opt = SAM(torch.optim.Adam(discriminator.parameters()), rho=0.5, model=models if both else discriminator)
+    x, _ = make_data()
+
+    def closure():
+        opt.zero_grad()
+        loss = nn.functional.softplus(discriminator(generator(x).detach())).mean()
+        loss.backward()
+        return loss
+
+    opt.step(closure)
+    once[1](once[0](x))  # one forward pass at w
+    same = [torch.equal(b, c) for b, c in zip(models.buffers(), once.buffers(), strict=True)]
+    assert all(same) == both
+    assert all(torch.equal(p, q) for p, q in zip(generator.parameters(), once[0].parameters(), strict=True))
+
+
+def test_one_sam_over_two_models_has_one_joint_norm():
+    torch.manual_seed(0)
+    encoder, decoder = nn.Linear(6, 4), nn.Linear(4, 3)
+    models = nn.ModuleList([encoder, decoder])
+    opt = SAM(torch.optim.Adam([*encoder.parameters(), *decoder.parameters()]), rho=0.5, model=models)
+    before = copy.deepcopy(models)
+    x, y = make_data()
+    nn.functional.cross_entropy(decoder(encoder(x)), y).backward()
+    with opt.perturbed():
+        moved = [(p - q).detach().norm() for p, q in zip(models.parameters(), before.parameters(), strict=True)]
+        nn.functional.cross_entropy(decoder(encoder(x)), y).backward()
+    assert min(moved) > 0
+    assert torch.stack(moved).norm() == pytest.approx(0.5)
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+def test_dynamo_rejects_a_whole_step_as_one_graph():
+    model = nn.Linear(6, 3)
+    opt = SAM(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def step(x, y):
+        return sam_step(opt, model, x, y)
+
+    before = model.weight.detach().clone()
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        step(*make_data())
+    assert torch.equal(model.weight, before)
+    sam_step(opt, model, *make_data())  # the error leaves nothing behind
+    assert not torch.equal(model.weight, before)

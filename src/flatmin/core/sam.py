@@ -333,14 +333,18 @@ class SAM(OptimizerWrapper):
                 f'ascent gives the direction, but direction="{self.settings.direction}" needs none. Leave one out.'
             )
         if several or rest is not None:
-            return self._step_micro_batches(closures, rest, shares_of(closures, rest, weights))
+            loss = self._micro_batch_gradient(closures, rest, shares_of(closures, rest, weights))
+            self._base_step()
+            return loss
         first = None
         if ascent is None and self._state.step_allowed(self._passes.parameters()):
             first = self._passes.call_after_a_pass(closures[0])
             if first is None:
                 self._step_ready()
                 return None
-        return self._step_closure(closures[0], ascent, first)
+        loss = self._closure_gradient(closures[0], ascent, first)
+        self._base_step()
+        return loss
 
     def step_batch(
         self, loss_fn: Callable[..., Tensor], batch: Batch, *, part: float = 1.0, m: int | None = None
@@ -379,10 +383,13 @@ class SAM(OptimizerWrapper):
         self._check_not_perturbed("step_batch()")
         split = split_batch(batch, part, m)
         if len(split.sizes) == 1 or not self.needs_perturbed_pass:
-            return self._step_closure(self._closure(loss_fn, batch))
-        closures = [self._closure(loss_fn, piece) for piece in split.micro_batches]
-        rest = None if split.rest is None else self._closure(loss_fn, split.rest)
-        return self._step_micro_batches(closures, rest, shares_of(closures, rest, split.sizes))
+            loss = self._closure_gradient(self._closure(loss_fn, batch))
+        else:
+            closures = [self._closure(loss_fn, piece) for piece in split.micro_batches]
+            rest = None if split.rest is None else self._closure(loss_fn, split.rest)
+            loss = self._micro_batch_gradient(closures, rest, shares_of(closures, rest, split.sizes))
+        self._base_step()
+        return loss
 
     def _closure(self, loss_fn: Callable[..., Tensor], batch: Any) -> Closure:
         def closure() -> Tensor:
@@ -411,13 +418,16 @@ class SAM(OptimizerWrapper):
         self._base_step()
         self._state.consume_step(parameters)
 
-    def _step_closure(self, closure: Closure, ascent: Closure | None = None, first: FirstPass | None = None) -> Tensor:
-        """Take a step with one closure."""
+    # The gradient of a step, left in the parameters; the step itself is `_base_step`. Trainers need them apart.
+
+    def _closure_gradient(
+        self, closure: Closure, ascent: Closure | None = None, first: FirstPass | None = None
+    ) -> Tensor:
+        """Run the passes of one closure, and return the loss."""
         passes, state = self._passes, self._state
         if not self.needs_perturbed_pass:
             state.revoke_step()
             state.metrics = plain_metrics(passes.run(closure, reduce=True))
-            self._base_step()
             return state.metrics.loss
         weight = self.settings.correction_weight()
         if weight != 1.0 and ascent is not None:
@@ -430,15 +440,13 @@ class SAM(OptimizerWrapper):
         metrics = state.metrics = passes.sam_gradient(closure, ascent=ascent, share=share, first=first)
         if share is not None:
             put_reduced(passes, share.total)
-        self._base_step()
         return metrics.loss if measured_at_w else metrics.perturbed_loss
 
-    def _step_micro_batches(self, closures: list[Closure], rest: Closure | None, shares: list[float]) -> Tensor:
-        """Take a step with one perturbation per closure, and a plain pass on the rest."""
+    def _micro_batch_gradient(self, closures: list[Closure], rest: Closure | None, shares: list[float]) -> Tensor:
+        """Run the passes of several closures with one perturbation each, and a plain pass on the rest."""
         is_plain = not self.needs_perturbed_pass
         measured_at_w = is_plain or self._passes.needs_first_pass()
         metrics = self._state.metrics = micro_batch_gradient(self._passes, closures, rest, shares, is_plain=is_plain)
-        self._base_step()
         return metrics.loss if measured_at_w or rest is not None else metrics.perturbed_loss
 
     def _base_step(self) -> None:

@@ -35,8 +35,6 @@ class DeferredSAM(SAM):
         tensor([0.8500])
     """
 
-    _is_computing = False
-
     def compute_gradient(
         self,
         closure: Callable[[], Any],
@@ -46,14 +44,10 @@ class DeferredSAM(SAM):
     ) -> Tensor | None:
         """Run all passes of a step, and return its loss; the arguments are those of :meth:`flatmin.SAM.step`."""
         self._state.revoke_step()
-        self._is_computing = True
-        try:
-            if rest is None:
-                loss = self._step_closure(closure, None)
-            else:
-                loss = self._step_micro_batches([closure], rest, shares_of([closure], rest, weights))
-        finally:
-            self._is_computing = False
+        if rest is None:
+            loss = self._closure_gradient(closure)
+        else:
+            loss = self._micro_batch_gradient([closure], rest, shares_of([closure], rest, weights))
         self._state.allow_step(self._passes.parameters())
         return loss
 
@@ -63,10 +57,6 @@ class DeferredSAM(SAM):
         loss = None if closure is None else closure()
         self._step_ready()
         return loss
-
-    def _base_step(self) -> None:
-        if not self._is_computing:
-            super()._base_step()
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:

@@ -96,7 +96,7 @@ class SAMCallback(pl.Callback):
         def pieces_of_training_step(batch: Any, *args: Any, **kwargs: Any) -> Any:
             if self._piece is not None:
                 batch = self._piece
-            if not (self._is_silent or sam._state.is_perturbed):
+            if not (self._is_silent or sam.is_perturbed):
                 return training_step(batch, *args, **kwargs)
             pl_module.log = lambda *args, **kwargs: None
             try:

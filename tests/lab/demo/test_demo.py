@@ -5,6 +5,7 @@ import io
 import json
 import math
 import re
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -178,3 +179,16 @@ def test_the_verdict_says_only_what_the_seeds_show(sgd, sam, said, status):
     assert said in judged.evidence
     assert judged.status == status
     assert judged.claim == "With 40 % noisy labels, SAM has a lower test error than SGD."
+
+
+def test_home_page_of_the_docs_has_the_numbers_of_the_stored_runs(monkeypatch, tmp_path):
+    root = Path(__file__).parents[3]
+    monkeypatch.syspath_prepend(str(root / "experiments"))
+    from collect_demo import DOCS, RESULTS, TITLE, table, with_block
+
+    found = demo(ReadOnlyRunner(RESULTS / "runs"))
+    assert found.num_missing == 0
+    text = DOCS.read_text()
+    assert with_block(text, "demo", table(found)) == text, "run experiments/collect_demo.py"
+    write_report([found], runs=RESULTS / "runs", out=tmp_path, title=TITLE)
+    assert (tmp_path / "report.md").read_text() == (RESULTS / "report.md").read_text()
