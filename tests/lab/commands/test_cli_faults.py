@@ -2,13 +2,18 @@
 
 import io
 import os
+import re
+import signal
+import subprocess
 import sys
 import zlib
+from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
 
+import flatmin
 from cli_cases import QUICK, in_an_empty_folder, run, trained_run
 
 
@@ -197,3 +202,32 @@ def test_events_can_be_read_by_tensorboard(capsys, tmp_path):
     events.Reload()
     assert {"train_loss", "test_error", "images_per_second"} <= set(events.Tags()["scalars"])
     assert [event.step for event in events.Scalars("test_error")] == [1, 2]
+
+
+SOURCE = Path(flatmin.__file__).parents[1]
+SLOW_TORCH = """
+import sys, time
+print("importing", flush=True)
+try:
+    time.sleep(600)
+except KeyboardInterrupt:  # as C++ code may
+    raise ImportError("half of torch is there") from None
+"""
+
+
+def test_ctrl_c_while_torch_is_imported_is_one_like_any_other(tmp_path):
+    (tmp_path / "torch.py").write_text(SLOW_TORCH)
+    (script,) = re.findall(r'^flatmin = "(\w+:\w+)"$', (SOURCE.parent / "pyproject.toml").read_text(), re.MULTILINE)
+    module, _, function = script.partition(":")
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"import sys, {module}; sys.exit({module}.{function}())", "list"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(SOURCE)])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate()
+    assert process.returncode == 130
+    assert errors == "stopped: Stopped by Ctrl-C.\n"

@@ -1,6 +1,6 @@
 """What the study compares: the methods, each with its radii, and the conditions they are compared in.
 
-Every method with a radius has four of them to choose from, on the validation split: those of SAM times a factor,
+Every method with a radius has five of them to choose from, on the validation split: those of SAM times a factor,
 because the strength of a correction measured on a part of the batch grows as the part shrinks: the radius of a part
 starts at rho_SAM * sqrt(part).
 """
@@ -15,7 +15,7 @@ from flatmin.lab.studies.conditions import Condition, Method, with_rates
 from flatmin.lab.studies.item import Scale
 from flatmin.lab.training.step_cost import passes_per_step
 
-RHOS = (0.1, 0.2, 0.3, 0.5)
+RHOS = (0.1, 0.2, 0.3, 0.5, 0.8)
 """SAM's radii."""
 LRS, DECAYS = (0.05, 0.1), (5e-4, 1e-3)
 EPOCHS = 40
@@ -63,6 +63,8 @@ ARMS = (
     Arm(name="every 8th step", family="every", settings={"every": 8}, factor=0.5),
     Arm(name="momentum", family="momentum", settings={"direction": "momentum"}, factor=10),
     Arm(name="ascent on 1/4", family="ascent", settings={"ascent_part": 1 / 4}),
+    Arm(name="ascent on 1/8", family="ascent", settings={"ascent_part": 1 / 8}),
+    Arm(name="ascent on 1/16", family="ascent", settings={"ascent_part": 1 / 16}),
 )
 """All but SGD, whose learning rate and decay the others take."""
 FULL_SIZE = (SAM, "part 1/16")

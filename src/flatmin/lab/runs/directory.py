@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import warnings
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeGuard
@@ -122,15 +123,15 @@ class RunDirectory:
 
     def write_history(self, history: list[Metrics]) -> None:
         """Replace metrics.jsonl by the history of a checkpoint, without the lines of a session that was killed."""
-        write_atomic(self.path / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in history))
+        write_atomic(self.path / "metrics.jsonl", "".join(map(_checked_line, history)))
 
     def add_metrics(self, line: Metrics) -> None:
         """Append an epoch to metrics.jsonl."""
-        _append(self.path / "metrics.jsonl", line)
+        _append(self.path / "metrics.jsonl", _checked_line(line))
 
     def add_speed(self, line: Metrics) -> None:
         """Append how fast an epoch was to speed.jsonl."""
-        _append(self.path / "speed.jsonl", line)
+        _append(self.path / "speed.jsonl", json.dumps(line) + "\n")
 
     def write_noise(self, rate: float, seed: int, flipped: list[int]) -> None:
         """Record which training labels were flipped."""
@@ -310,9 +311,19 @@ def last_metrics(path: Path) -> Metrics:
             metrics = json.loads(line)
         except (ValueError, RecursionError):  # a killed process may leave half a line, which the next session replaces
             continue
-        if _is_history([metrics]):
-            return dict(metrics)
+        checksum = metrics.pop("crc32", None) if isinstance(metrics, dict) else None
+        if not _is_history([metrics]) or checksum not in (None, _crc32(metrics)):  # older lines have none
+            raise CorruptFileError(file, "a line is corrupt", "Rerun the training command, which writes it again.")
+        return dict(metrics)
     return {}
+
+
+def _checked_line(line: Metrics) -> str:
+    return json.dumps(line | {"crc32": _crc32(line)}) + "\n"
+
+
+def _crc32(line: Metrics) -> int:
+    return zlib.crc32(json.dumps(line).encode())
 
 
 def _is_history(history: Any) -> TypeGuard[list[Metrics]]:
@@ -328,10 +339,10 @@ def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _append(path: Path, line: Metrics) -> None:
+def _append(path: Path, line: str) -> None:
     try:
         with path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(line)
     except OSError as error:
         raise StorageError(f"{path} cannot be written: {error}. What was saved before is unchanged.") from error
 
