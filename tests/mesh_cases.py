@@ -1,6 +1,10 @@
 """What each of four processes does in tests/core/test_mesh.py, in a mesh of 2 x 2."""
 
+import contextlib
+import functools
+
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -36,21 +40,109 @@ def train(rank, kind, settings, way="closure"):
         torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model=model, **settings, **generator_for(settings)
     )
     for step in range(STEPS):
+        x, y = batch(data_of(rank), step)
 
-        def closure():
+        def closure(rows=slice(None), x=x, y=y):
             opt.zero_grad()
-            loss = loss_of(model, batch(data_of(rank), step))
+            loss = loss_of(model, (x[rows], y[rows]))
             loss.backward()
             return loss
 
         if way == "closure":
             opt.step(closure)
+        elif way == "list":
+            opt.step([functools.partial(closure, slice(4)), functools.partial(closure, slice(4, 8))])
+        elif way == "part":
+            opt.step_batch(lambda x, y: loss_of(model, (x, y)), (x, y), part=1 / 4)
         else:
             closure()
             with opt.perturbed():
                 closure()
             opt.step()
     return weights(model), opt.metrics.perturbation_norm, opt.metrics.grad_norm
+
+
+def own_directions(rank, sync_perturbation):
+    """Return the perturbation that a rank's replica has, from a generator that SAM makes itself."""
+    model, _ = parallel_model("hsdp")
+    torch.manual_seed(rank)  # as it may differ between ranks
+    opt = SAM(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model=model,
+        direction="random",
+        sync_perturbation=sync_perturbation,
+    )
+    before = weights(model)
+    with opt.perturbed():
+        return weights(model) - before
+
+
+def numbers_reduced(rank, way, settings):
+    """Return how many numbers one step averages over replicas, and in how many calls."""
+    model, _ = parallel_model("hsdp")
+    opt = SAM(torch.optim.SGD(model.parameters(), lr=0.1), model=model, **settings)
+    x, y = batch(rank, 0)
+
+    def closure():
+        opt.zero_grad()
+        loss = loss_of(model, (x, y))
+        loss.backward()
+        return loss
+
+    replicas = dist.get_process_group_ranks(next(model.parameters()).device_mesh.get_group(0))
+    with recorded_all_reduces() as calls:
+        opt.step([closure, closure] if way == "list" else closure)
+    assert all(dist.get_process_group_ranks(group) == replicas for _, group in calls)
+    return sum(numel for numel, _ in calls), len(calls)
+
+
+@contextlib.contextmanager
+def recorded_all_reduces():
+    calls = []
+    original = dist.all_reduce
+
+    def recording(tensor, *args, **kwargs):
+        calls.append((tensor.numel(), kwargs.get("group")))
+        return original(tensor, *args, **kwargs)
+
+    dist.all_reduce = recording
+    try:
+        yield calls
+    finally:
+        dist.all_reduce = original
+
+
+def divided_by(rank, way, factor):
+    """Train with a divisor of the user's own instead of the number of ranks."""
+    model, _ = parallel_model("hsdp")
+    for layer in (model[0], model[2]):
+        layer.set_gradient_divide_factor(factor)
+    opt = SAM(torch.optim.SGD(model.parameters(), lr=0.1), rho=0.3, model=model)
+    x, y = batch(rank, 0)
+
+    def closure():
+        opt.zero_grad()
+        loss = loss_of(model, (x, y))
+        loss.backward()
+        return loss
+
+    opt.step([closure, closure] if way == "list" else closure)
+    return weights(model)
+
+
+def failing_first_pass(rank):
+    """A closure raises in its first pass; return whether the next pass is averaged over replicas again."""
+    model, _ = parallel_model("hsdp")
+    opt = SAM(torch.optim.SGD(model.parameters(), lr=0.1), rho=0.3, model=model)
+
+    def closure():
+        raise KeyboardInterrupt
+
+    with contextlib.suppress(KeyboardInterrupt):
+        opt.step(closure)
+    with recorded_all_reduces() as calls:
+        loss_of(model, batch(rank, 0)).backward()
+    return len(calls)
 
 
 def placements(rank, p):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatmin.core.dtensor import is_sharded
+from flatmin.core.hsdp import average_over_replicas, replicated_groups, within_replicas
 
 BUCKET_BYTES = 25 * 1024 * 1024  # as large as DistributedDataParallel's
 
@@ -59,9 +60,20 @@ def is_parallel() -> bool:
 
 
 def local_pass(model: nn.Module | None) -> AbstractContextManager[Any]:
-    """Return a context in which passes leave gradients on their worker."""
+    """Return a context in which passes leave gradients on their worker (DDP) or within their replica (HSDP)."""
     no_sync = getattr(unwrap(model), "no_sync", None)
-    return contextlib.nullcontext() if no_sync is None else no_sync()
+    if no_sync is not None:
+        return no_sync()  # type: ignore[no-any-return]
+    groups = replicated_groups(model)
+    return within_replicas(groups) if groups else contextlib.nullcontext()
+
+
+def reduce_gradients(parameters: Iterable[Tensor], model: nn.Module | None) -> None:
+    """Average the gradients of local passes over the workers or replicas."""
+    if is_parallel() and hasattr(unwrap(model), "no_sync"):
+        average_gradients(parameters, model)
+    elif is_parallel():
+        average_over_replicas(replicated_groups(model))
 
 
 def warn_if_passes_cannot_be_local(model: nn.Module | None, parameters: Iterable[Tensor]) -> None:

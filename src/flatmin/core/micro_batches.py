@@ -61,8 +61,7 @@ def micro_batch_gradient(
 def put_reduced(passes: StepPasses, total: GradientSum) -> None:
     """Make a sum of gradients the parameters' gradients, averaged over workers that do not share them yet."""
     total.put()
-    if ddp.is_parallel() and hasattr(ddp.unwrap(passes.state.model), "no_sync"):
-        ddp.average_gradients(list(passes.parameters()), passes.state.model)
+    ddp.reduce_gradients(passes.parameters(), passes.state.model)
 
 
 def _add_rest(passes: StepPasses, rest: Closure, share: float, total: GradientSum) -> Tensor:

@@ -31,13 +31,16 @@ class RandomState:
             module.set_rng_state(state, device)
 
 
-def direction_generator(device: torch.device, *, shared: bool) -> torch.Generator:
-    """Return a new generator for random directions, seeded by torch's seed: alike on all workers, or one for each."""
+def direction_generator(device: torch.device, *, shared: bool, replica: int = 0) -> torch.Generator:
+    """Return a new generator for random directions, seeded by torch's seed: alike on all workers, or one for each.
+
+    Under HSDP it is shared by the ranks of each replica.
+    """
     seed = torch.initial_seed()
     if is_parallel() and shared:
         seeds = [seed]
         dist.broadcast_object_list(seeds, src=0)
-        seed = seeds[0]
+        seed = seeds[0] + replica
     elif is_parallel():
         seed += dist.get_rank()
     return torch.Generator(device).manual_seed(seed % 2**63)

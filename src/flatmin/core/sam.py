@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flatmin.core import ddp, dtensor
+from flatmin.core import ddp, dtensor, hsdp
 from flatmin.core.batch_split import Batch, call_with, split_batch
 from flatmin.core.callers import check_not_in_grad_scaler, is_checkpoint_initialization
 from flatmin.core.checks import MIGRATION, check_base, check_closures, check_generator, check_rho, shares_of
@@ -87,12 +87,14 @@ class SAM(OptimizerWrapper):
             the gradients.
         generator: where random directions come from; part of the state dict. If None, one is made from
             ``torch.initial_seed()`` (and the worker's rank, where each has its own perturbation). Generators given to
-            several workers must be seeded alike for sharded parameters or a shared perturbation, else differently.
+            several workers must be seeded alike for sharded parameters (HSDP: within a replica) or a shared
+            perturbation, else differently.
         model: the model, as you call it (so the DistributedDataParallel or compiled one). With it, the buffers of the
             model (running statistics of batch norm and all others) are those of the first pass, and under DDP the first
-            pass stays on its worker. Assign to ``opt.model`` after wrapping or compiling the model.
+            pass stays on its worker, under HSDP within its replica. Assign to ``opt.model`` after wrapping or compiling
+            the model.
         sync_perturbation: under DDP, share one perturbation instead of having one per worker, which the paper
-            recommends and which needs one reduction of gradients per step instead of two.
+            recommends and which needs one reduction of gradients per step instead of two; under HSDP, one per replica.
 
     Raises:
         TypeError: base is not an optimizer instance, or one that needs a closure itself.
@@ -158,7 +160,8 @@ class SAM(OptimizerWrapper):
         self.rho = rho
         if direction == "random":
             shared = sync_perturbation or any(dtensor.is_sharded(p) for p in self._passes.parameters())
-            self.generator = generator or direction_generator(self._passes.devices()[0], shared=shared)
+            replica = 0 if sync_perturbation else hsdp.replica_of(model)
+            self.generator = generator or direction_generator(self._passes.devices()[0], shared=shared, replica=replica)
             self.param_groups[0][GENERATOR_KEY] = self.generator.get_state()
 
     # What can be read and changed.
