@@ -11,7 +11,7 @@ from pathlib import Path
 
 from collect_results import ROOT, copy_small_files, with_block
 
-from flatmin.lab.cheap_sam.arms import SAM, SGD, conditions
+from flatmin.lab.cheap_sam.arms import BASE, SAM, conditions
 from flatmin.lab.cheap_sam.study import CHEAP_SAM, FAMILIES, pareto_front, points_of, share_of_gain
 from flatmin.lab.report import write_report
 from flatmin.lab.studies.conditions import MethodResult, run_conditions
@@ -25,10 +25,10 @@ TITLE = "SAM at nearly the cost of SGD: error over cost"
 
 
 def finished(runs: Path) -> list[list[MethodResult]]:
-    """Return the results of each condition in which SGD and SAM have all their replicas."""
+    """Return the results of each condition in which training with and without SAM has all their replicas."""
     runner = ReadOnlyRunner(runs)
     found = [run_conditions([condition], runner, "cheap-sam", seeds)[0] for condition, seeds in conditions("laptop")]
-    return [entries for entries in found if {SGD, SAM} <= {p.name for p in points_of(entries)}]
+    return [entries for entries in found if {BASE, SAM} <= {p.name for p in points_of(entries)}]
 
 
 def table(runs: Path) -> str:
@@ -44,7 +44,7 @@ def table(runs: Path) -> str:
             "|---|---|---|---|---|---|",
         ]
         for p in sorted(points, key=lambda p: (p.cost, p.error.mean)):
-            share = "" if p.name in (SGD, SAM) else f"{share_of_gain(means, p.name):.0f} %"
+            share = "" if p.name in (BASE, SAM) else f"{share_of_gain(means, p.name):.0f} %"
             rho = f"{chosen[p.name]:g}" if chosen[p.name] else ""
             error = f"{p.error.mean:.1f} ± {p.error.half_width:.1f}"
             lines.append(
@@ -79,7 +79,7 @@ def draw(runs: Path) -> None:
             color = f"C{families.index(family)}"
             axis.errorbar(p.cost, p.error.mean, p.error.half_width, fmt=marker, color=color, capsize=3, label=p.name)
         axis.set_title(entries[0].condition.name)
-        axis.set_xlabel("cost: passes over the training set, relative to SGD")
+        axis.set_xlabel("cost: passes over the training set, relative to training without SAM")
         axis.set_ylabel("test error, %")
         axis.spines[["top", "right"]].set_visible(False)
         axis.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9)

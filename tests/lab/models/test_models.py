@@ -9,12 +9,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 from flatmin.lab.data.digits import load_digits
-from flatmin.lab.errors import ModelError
+from flatmin.lab.errors import ModelError, SpecError
 from flatmin.lab.models.build import build_model, freeze_batch_norm, head_name, input_statistics
 from flatmin.lab.models.pyramidnet import block_widths, survival_probabilities
 from flatmin.lab.models.resnet_cifar import BasicBlock
 from flatmin.lab.models.shake import RandomScale, ShakeDrop, ShakeShake, true_gradient
 from flatmin.lab.models.shake_shake import ShakeShortcut
+from flatmin.lab.models.vision_transformer import Block, positions
 from flatmin.lab.spec.experiment import Model
 
 
@@ -46,6 +47,53 @@ def num_parameters(name, num_classes=10):
 )
 def test_the_number_of_parameters_is_the_published_one(name, num_classes, count):
     assert num_parameters(name, num_classes) == count
+
+
+def test_a_block_of_the_vision_transformer_is_that_of_torch():
+    torch.manual_seed(0)
+    block = Block(64).double()
+    theirs = nn.TransformerEncoderLayer(
+        64, 2, 256, dropout=0.0, activation="gelu", batch_first=True, norm_first=True, dtype=torch.float64
+    )
+    ours = [block.query_key_value, block.projection, block.mlp[0], block.mlp[2], block.norm1, block.norm2]
+    with torch.no_grad():
+        for mine, other in zip((p for layer in ours for p in layer.parameters()), theirs.parameters(), strict=True):
+            other.copy_(mine.normal_(std=0.3))
+    x = torch.randn(3, 5, 64, dtype=torch.float64)
+    torch.testing.assert_close(block(x), theirs.train()(x))
+
+
+def test_the_vision_transformer_sees_where_a_patch_is():
+    torch.manual_seed(0)
+    network = build_model(Model(name="vit-2-32-2"), num_classes=10, in_channels=1).double()
+    image = torch.zeros(1, 1, 4, 6, dtype=torch.float64)
+    logits = []
+    for row, column in [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]:
+        moved = image.clone()
+        moved[0, 0, 2 * row : 2 * row + 2, 2 * column : 2 * column + 2] = 1
+        logits.append(network(moved))
+    distances = torch.pdist(torch.cat(logits))
+    assert distances.min() > 1e-3  # without positions all are 0
+    assert positions(2, 3, 32).shape == (6, 32)
+    torch.testing.assert_close(
+        positions(2, 3, 8)[4],
+        torch.tensor([1.0, 1e-4] * 4)
+        .sin()
+        .index_copy(0, torch.tensor([2, 3, 6, 7]), torch.tensor([1.0, 1e-4, 1.0, 1e-4]).cos()),
+    )
+
+
+def test_the_vision_transformer_has_second_derivatives_and_rejects_images_it_cannot_cut():
+    network = build_model(Model(name="vit-1-32-2"), num_classes=3, in_channels=1)
+    loss = F.cross_entropy(network(torch.randn(2, 1, 4, 4)), torch.tensor([0, 2]))
+    parameters = list(network.parameters())
+    gradients = torch.autograd.grad(loss, parameters, create_graph=True)
+    again = torch.autograd.grad(sum(g.square().sum() for g in gradients), parameters)
+    assert all(g.isfinite().all() for g in again)
+    with pytest.raises(ModelError, match="2 x 2 pixels do not divide images of 4 x 5"):
+        network(torch.randn(2, 1, 4, 5))
+    with pytest.raises(SpecError, match="WIDTH a multiple of 32"):
+        Model(name="vit-2-48-2")
 
 
 def reference_model(name, num_classes=10, in_channels=3):

@@ -19,7 +19,7 @@ RHOS = (0.1, 0.2, 0.3, 0.5, 0.8)
 """SAM's radii."""
 LRS, DECAYS = (0.05, 0.1), (5e-4, 1e-3)
 EPOCHS = 40
-SGD, SAM = "SGD", "SAM"
+BASE, SAM = "no SAM", "SAM"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,24 +34,25 @@ class Arm:
     factor: float | None = 1.0
     """Of SAM's radii; None: no SAM."""
     epochs: float = 1.0
-    """Times those of SGD."""
+    """Times those of training without SAM."""
 
-    def method(self) -> Method:
-        """Return it as a method: it starts from what validation chose for SGD."""
-        return Method(name=self.name, candidates=self._candidates, after=SGD)
+    def method(self, rhos: Sequence[float]) -> Method:
+        """Return it as a method with SAM's radii times its factor; the rest is what validation chose without SAM."""
 
-    def _candidates(self, base: Experiment) -> list[Experiment]:
-        epochs = round(self.epochs * base.epochs)
-        base = replace(base, epochs=epochs, evaluate_every=epochs)
-        if self.factor is None:
-            return [base]
-        rhos = [round(self.factor * rho, 6) for rho in RHOS]
-        return [replace(base, optim=replace(base.optim, rho=rho, **self.settings)) for rho in rhos]
+        def candidates(base: Experiment) -> list[Experiment]:
+            epochs = round(self.epochs * base.epochs)
+            base = replace(base, epochs=epochs, evaluate_every=epochs)
+            if self.factor is None:
+                return [base]
+            own = [round(self.factor * rho, 6) for rho in rhos]
+            return [replace(base, optim=replace(base.optim, rho=rho, **self.settings)) for rho in own]
+
+        return Method(name=self.name, candidates=candidates, after=BASE)
 
 
 ARMS = (
-    Arm(name="SGD, 1.25 times the epochs", family="SGD", settings={}, factor=None, epochs=1.25),
-    Arm(name="SGD, twice the epochs", family="SGD", settings={}, factor=None, epochs=2),
+    Arm(name="no SAM, 1.25 times the epochs", family=BASE, settings={}, factor=None, epochs=1.25),
+    Arm(name="no SAM, twice the epochs", family=BASE, settings={}, factor=None, epochs=2),
     Arm(name=SAM, family="SAM", settings={}),
     Arm(name="SAM, half the epochs", family="SAM", settings={}, epochs=0.5),
     Arm(name="SAM, m = 16", family="SAM, m = 16", settings={"m": 16}, factor=0.7),
@@ -66,9 +67,9 @@ ARMS = (
     Arm(name="ascent on 1/8", family="ascent", settings={"ascent_part": 1 / 8}),
     Arm(name="ascent on 1/16", family="ascent", settings={"ascent_part": 1 / 16}),
 )
-"""All but SGD, whose learning rate and decay the others take."""
-FULL_SIZE = (SAM, "part 1/16")
-"""The arms that are also run at full size: SAM and the cheapest part."""
+"""All but training without SAM, whose learning rate and decay they take."""
+BEST = (SAM, "part 1/8")
+"""Also run at full size and without batch norm: SAM, and what keeps most of its gain below 1.13 passes."""
 
 
 def conditions(scale: Scale) -> list[tuple[Condition, tuple[int, ...]]]:
@@ -81,7 +82,7 @@ def conditions(scale: Scale) -> list[tuple[Condition, tuple[int, ...]]]:
         return [(_condition(tiny, "digits", "clean", few, LRS[:1], DECAYS[:1]), (0, 1))]
     if scale == "paper":
         raise SpecError("cheap-sam is our own study, which is not in the paper: use --scale laptop.")
-    small = _small("wrn-10-2")
+    small = _small()
     noisy = replace(small, data=replace(small.data, label_noise=0.4))
     cifar = Experiment(
         data=Data(name="cifar10", augment="basic", train_size=2000, batch_size=128),
@@ -90,20 +91,30 @@ def conditions(scale: Scale) -> list[tuple[Condition, tuple[int, ...]]]:
         epochs=EPOCHS,
         evaluate_every=EPOCHS,
     )
-    full = [arm for arm in ARMS if arm.name in FULL_SIZE]
+    vit = replace(
+        noisy,
+        model=Model(name="vit-4-64-2"),
+        optim=Optim(name="adamw", warmup_epochs=5),
+    )
+    best = [arm for arm in ARMS if arm.name in BEST]
     five, ten = tuple(range(5)), tuple(range(10))
+    fashion = "Fashion-MNIST, 14 x 14"
     return [
-        (_condition(noisy, "Fashion-MNIST, 14 x 14", "40 % noisy labels", ARMS), five),
-        (_condition(small, "Fashion-MNIST, 14 x 14", "clean labels", ARMS), ten),
-        (_condition(cifar, "CIFAR-10, 32 x 32", "clean labels", full), five),
+        (_condition(noisy, fashion, "40 % noisy labels", ARMS), five),
+        (_condition(small, fashion, "clean labels", ARMS), ten),
+        (_condition(cifar, "CIFAR-10, 32 x 32", "clean labels", best, rhos=(0.05, 0.1, 0.2)), five),
+        (
+            _condition(vit, f"{fashion}, ViT and AdamW", "40 % noisy labels", best, (1e-3, 3e-3), (0.1, 1.0)),
+            five,
+        ),
     ]
 
 
-def _small(model: str) -> Experiment:
+def _small() -> Experiment:
     """Return the experiment most arms are run with: 14 x 14 pixels cost a quarter of 28 x 28."""
     return Experiment(
         data=Data(name="fashion-mnist", train_size=1000, batch_size=128, image_size=14),
-        model=Model(name=model),
+        model=Model(name="wrn-10-2"),
         optim=Optim(),
         epochs=EPOCHS,
         evaluate_every=EPOCHS,
@@ -117,14 +128,15 @@ def _condition(
     arms: Sequence[Arm],
     lrs: Sequence[float] = LRS,
     decays: Sequence[float] = DECAYS,
+    rhos: Sequence[float] = RHOS,
 ) -> Condition:
     candidates: Callable[[Experiment], Sequence[Experiment]] = with_rates(lrs, decays)
-    methods = (Method(name=SGD, candidates=candidates), *(arm.method() for arm in arms))
+    methods = (Method(name=BASE, candidates=candidates), *(arm.method(rhos) for arm in arms))
     return Condition(labels=(label,), column=column, start=start, methods=methods, claimed={})
 
 
 def cost_in_passes(experiment: Experiment, epochs: int) -> float:
-    """Return the passes over the training set relative to SGD's, which trains for the given number of epochs.
+    """Return the passes over the training set relative to training without SAM for the given number of epochs.
 
     Example:
         >>> cost_in_passes(Experiment(optim=Optim(rho=0.1, part=1 / 8), epochs=40), 40)

@@ -11,6 +11,7 @@ from flatmin.lab.models.plain_cnn import PlainCNN
 from flatmin.lab.models.pyramidnet import PyramidNet
 from flatmin.lab.models.resnet_cifar import ResNetCifar, Shortcut
 from flatmin.lab.models.shake_shake import ShakeShakeNet
+from flatmin.lab.models.vision_transformer import VisionTransformer
 from flatmin.lab.models.weights import load_weights
 from flatmin.lab.models.wide_resnet import WideResNet
 from flatmin.lab.spec.experiment import Model
@@ -93,6 +94,10 @@ def _fresh(model: Model, num_classes: int, in_channels: int) -> nn.Module:
             )
         case "cnn":
             return PlainCNN(name.width, num_classes=num_classes, in_channels=in_channels)
+        case "vit":
+            return VisionTransformer(
+                name.depth, name.width, name.patch_size, num_classes=num_classes, in_channels=in_channels
+            )
     rates = {"drop_rate": model.dropout, "drop_path_rate": model.drop_connect}
     return _from_timm(name.timm_name, num_classes, in_channels, {k: rate for k, rate in rates.items() if rate})
 

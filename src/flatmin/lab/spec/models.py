@@ -9,6 +9,7 @@ FAMILIES = {
     "shake-shake": r"shake-shake-(?P<depth>\d+)-2x(?P<width>\d+)d",
     "pyramidnet": r"pyramidnet-(?P<depth>\d+)-(?P<alpha>\d+)(?:-(?P<variant>shakedrop))?",
     "cnn": r"cnn-(?P<width>\d+)",
+    "vit": r"vit-(?P<depth>\d+)-(?P<width>\d+)-(?P<patch_size>\d+)",
     "timm": r"timm/(?P<name>[\w.]+)",
 }
 
@@ -29,6 +30,7 @@ EXAMPLES = {
     "pyramidnet-272-200": "PyramidNet, bottleneck, alpha 200 (Table 1); also smaller, pyramidnet-29-24",
     "pyramidnet-272-200-shakedrop": "PyramidNet with ShakeDrop (Table 1)",
     "cnn-32": "three plain convolutions, ours, for the demonstration",
+    "vit-4-64-2": "a small vision transformer without batch norm: 4 blocks, width 64, patches of 2 x 2 pixels",
     "resnet-50": "ResNet-50, -101, -152 for ImageNet (Table 2), from timm",
     "efficientnet-b7": "EfficientNet-b7 and -l2 (fine-tuning), from timm",
     "timm/NAME": "every other model in timm",
@@ -43,6 +45,7 @@ class ParsedName:
     depth: int = 0
     width: int = 0
     alpha: int = 0
+    patch_size: int = 0
     variant: str = ""
     timm_name: str = ""
 
@@ -55,7 +58,7 @@ def check_model_name(name: str) -> ParsedName:
 
     Example:
         >>> check_model_name("wrn-28-10")
-        ParsedName(family='wrn', depth=28, width=10, alpha=0, variant='', timm_name='')
+        ParsedName(family='wrn', depth=28, width=10, alpha=0, patch_size=0, variant='', timm_name='')
     """
     if name in SHORT_NAMES_IN_TIMM:
         return ParsedName(family="timm", timm_name=SHORT_NAMES_IN_TIMM[name])
@@ -69,6 +72,7 @@ def check_model_name(name: str) -> ParsedName:
             depth=int(parts.get("depth") or 0),
             width=int(parts.get("width") or 0),
             alpha=int(parts.get("alpha") or 0),
+            patch_size=int(parts.get("patch_size") or 0),
             variant=parts.get("variant") or "",
             timm_name=parts.get("name") or "",
         )
@@ -86,3 +90,6 @@ def _check_numbers(parsed: ParsedName) -> None:
         raise ValueError("pyramidnet-DEPTH-ALPHA with DEPTH = 9 n + 2 (11, 20, 29, ..., 272) and ALPHA at least 1")
     if parsed.family == "cnn" and parsed.width < 1:
         raise ValueError("cnn-WIDTH with WIDTH at least 1")
+    sizes = (parsed.depth, parsed.width, parsed.patch_size)
+    if parsed.family == "vit" and not (min(sizes) >= 1 and parsed.width % 32 == 0):
+        raise ValueError("vit-DEPTH-WIDTH-PATCH with DEPTH and PATCH at least 1 and WIDTH a multiple of 32")

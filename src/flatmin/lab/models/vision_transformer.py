@@ -1,0 +1,75 @@
+"""A small vision transformer: no batch norm, no convolutions but the one that cuts the image into patches.
+
+The plain design of Beyer, Zhai and Kolesnikov (2022): fixed sine and cosine positions, no class token, the mean over
+all patches before the last layer. So it takes images of any size that the patches divide.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flatmin.lab.errors import ModelError
+
+HEAD_WIDTH = 32
+
+
+class VisionTransformer(nn.Module):
+    """`depth` blocks of attention and MLP on patches of `patch_size` x `patch_size` pixels."""
+
+    def __init__(self, depth: int, width: int, patch_size: int, *, num_classes: int, in_channels: int = 3) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(in_channels, width, patch_size, stride=patch_size)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(depth)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, num_classes)
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Conv2d)):
+                nn.init.xavier_uniform_(module.weight.flatten(1))
+                nn.init.zeros_(module.bias)  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits (N, num_classes) of images (N, C, H, W)."""
+        patch_size = self.patches.stride[0]
+        if x.shape[-1] % patch_size or x.shape[-2] % patch_size:
+            raise ModelError(
+                f"Patches of {patch_size} x {patch_size} pixels do not divide images of {x.shape[-2]} x {x.shape[-1]}. "
+                "Choose another model.name or data.image_size."
+            )
+        x = self.patches(x)
+        height, width = x.shape[-2:]
+        x = x.flatten(2).transpose(1, 2)
+        x = x + positions(height, width, x.shape[-1]).to(x)
+        logits: Tensor = self.head(self.norm(self.blocks(x)).mean(1))
+        return logits
+
+
+class Block(nn.Module):
+    """Attention and an MLP, each after a layer norm and added to its input."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.query_key_value, self.projection = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return tokens (N, T, width) of tokens (N, T, width)."""
+        x = x + self._attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
+
+    def _attention(self, x: Tensor) -> Tensor:
+        heads = self.query_key_value(x).unflatten(-1, (3, -1, HEAD_WIDTH))  # N, T, 3, heads, HEAD_WIDTH
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        # Written out, because the fused kernels have no second derivatives, which the measures need.
+        attention = F.softmax(query @ key.transpose(-2, -1) / math.sqrt(HEAD_WIDTH), dim=-1)
+        return self.projection((attention @ value).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+def positions(height: int, width: int, size: int) -> Tensor:
+    """Return sines and cosines of the coordinates of a grid, as (height * width, size)."""
+    frequencies = 10_000.0 ** -torch.linspace(0, 1, size // 4)
+    y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    angles = [coordinate.flatten()[:, None] * frequencies for coordinate in (x, y)]
+    return torch.cat([function(angle) for angle in angles for function in (torch.sin, torch.cos)], dim=1)
