@@ -16,7 +16,7 @@ from flatmin.lab.studies.item import Scale
 from flatmin.lab.sweeps.jobs import Job, Measurement
 from flatmin.lab.sweeps.runners import RecordingRunner
 
-LAPTOP_START = LAPTOP["fashion-mnist"]
+LAPTOP_START = small_images(LAPTOP["fashion-mnist"])
 LAPTOP_RHO = 0.2
 """SAM's rho on a laptop, where a figure does not choose it."""
 LAPTOP_EPOCHS = LAPTOP_START.epochs
@@ -52,15 +52,14 @@ def curvature_seeds(scale: Scale) -> tuple[int, ...]:
     return tuple(range(NUM_CURVATURE_REPLICAS)) if scale == "laptop" else replica_seeds(scale)
 
 
-def start(scale: Scale, paper: Training, *, rho: float, dataset: str = "cifar10", small: bool = False) -> Experiment:
+def start(scale: Scale, paper: Training, *, rho: float, dataset: str = "cifar10") -> Experiment:
     """Return the experiment that a figure varies, evaluated at its end; without SAM where rho is 0.
 
     Args:
-        scale: laptop and smoke have their own model and data.
+        scale: laptop and smoke have their own model and data; a laptop's images are small.
         paper: the settings at the paper's scale.
         rho: SAM's.
         dataset: at the paper's scale.
-        small: whether a laptop's images are small, as those of grids are.
     """
     if scale == "paper":
         return Experiment(
@@ -71,8 +70,6 @@ def start(scale: Scale, paper: Training, *, rho: float, dataset: str = "cifar10"
             evaluate_every=paper.epochs,
         )
     base = LAPTOP_START if scale == "laptop" else replace(smoke("cnn-2"), epochs=2, evaluate_every=2)
-    if small and scale == "laptop":
-        base = small_images(base)
     return replace(base, optim=replace(base.optim, rho=rho))
 
 

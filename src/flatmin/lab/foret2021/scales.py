@@ -33,8 +33,8 @@ LAPTOP = {
 }
 """What conditions start from, by dataset."""
 SMALL_IMAGE_SIZE = 14
-"""Of grids and of extra conditions: images are scaled down to 14 x 14 pixels, with smoothing. A pass then costs about a
-quarter of one at 28 x 28."""
+"""Of figures and of extra conditions: images are scaled down to 14 x 14 pixels, with smoothing. A pass then costs about
+a quarter of one at 28 x 28."""
 
 CUTS: dict[str, tuple[str, ...]] = {
     "table1": (
@@ -47,6 +47,7 @@ CUTS: dict[str, tuple[str, ...]] = {
         "60 % noise",
         "at 20 % and 80 % noise: images of 14 x 14 pixels; SGD, Mixup and SAM only (no bootstrapping, no m = 16)",
     ),
+    "imagenet": ("images of 16 x 16 pixels",),
     "svhn-fashion": ("SVHN", "Fashion-MNIST with Cutout", "Shake-Shake", "images of 14 x 14 pixels"),
     "rho-0.05": ("all but CIFAR-10 with WRN-10-2 and basic augmentation",),
     "noise-and-rho": ("60 % noise", "rho = 0.01 and 0.02", "images of 14 x 14 pixels"),
@@ -54,6 +55,7 @@ CUTS: dict[str, tuple[str, ...]] = {
     "predictive": ("24 of 72 models: those of width 3", "images of 14 x 14 pixels"),
     "p-norm": ("random perturbations of length 0.2", "images of 14 x 14 pixels"),
     "inner-steps": ("CIFAR-100", "images of 14 x 14 pixels"),
+    **dict.fromkeys(("landscape", "hessian", "second-order", "bound"), ("images of 14 x 14 pixels",)),
 }
 """What an item leaves out at laptop scale so that all items fit on two cores; what is not here is planned."""
 

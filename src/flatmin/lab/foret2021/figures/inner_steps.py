@@ -104,7 +104,7 @@ def inner_steps_jobs(scale: Scale) -> dict[tuple[str, int], list[Job]]:
 
 def _experiment(scale: Scale, dataset: str, steps: int) -> Experiment:
     paper = ASCENT_STEPS[dataset if scale == "paper" else "cifar10"]
-    experiment = start(scale, paper, rho=sam_rho(scale, paper), dataset=dataset, small=True)
+    experiment = start(scale, paper, rho=sam_rho(scale, paper), dataset=dataset)
     return replace(experiment, optim=replace(experiment.optim, ascent_steps=steps))
 
 

@@ -165,7 +165,7 @@ def m_and_rho_jobs(scale: Scale) -> dict[str, list[Job]]:
 
 def m_and_rho_experiment(scale: Scale, *, rho: float, m: int | None) -> Experiment:
     """Return one point of the figure; the whole batch shares an eps where m is its size."""
-    experiment = start(scale, M_SHARPNESS, rho=rho, small=True)
+    experiment = start(scale, M_SHARPNESS, rho=rho)
     whole = m is None or m == experiment.data.batch_size
     return replace(
         experiment,

@@ -99,7 +99,7 @@ def p_norm(scale: Scale, runner: Runner) -> Findings:
 def p_norm_jobs(scale: Scale) -> dict[str, list[Job]]:
     """Return the replicas of each perturbation and length, and of SGD."""
     seeds = replica_seeds(scale)
-    base = start(scale, NORMS, rho=0.0, small=True)
+    base = start(scale, NORMS, rho=0.0)
     base = replace(base, data=replace(base.data, validation=VALIDATION))
     num_weights = _num_weights(base)
     jobs = {"SGD": jobs_for(base, "p-norm/SGD", seeds)}

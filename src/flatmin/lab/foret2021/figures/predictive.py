@@ -160,7 +160,7 @@ def predictive(scale: Scale, runner: Runner) -> Findings:
 def zoo_jobs(scale: Scale) -> list[Job]:
     """Return a model for each point of the grid, in the order of ``Zoo.hyperparameters``."""
     zoo = ZOOS[scale]
-    base = start(scale, M_SHARPNESS, rho=0.0, small=True)
+    base = start(scale, M_SHARPNESS, rho=0.0)
     measurements = tuple(sharpness_measurements(zoo).values())
     return [
         Job(
