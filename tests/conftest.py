@@ -5,7 +5,18 @@ import urllib.error
 import pytest
 import torch
 
+from flatmin.core.compat import TORCH
 from two_processes import WorkerProcesses
+
+OF_TORCH_2_6 = (  # warnings of its torch.distributed.checkpoint, not of ours
+    "torch.distributed is unavailable or uninitialized",
+    "TypedStorage is deprecated",
+)
+
+
+def pytest_configure(config):
+    for message in OF_TORCH_2_6 if TORCH < (2, 7) else ():
+        config.addinivalue_line("filterwarnings", f"ignore:{message}")
 
 
 @pytest.fixture(autouse=True, scope="session")

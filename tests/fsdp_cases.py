@@ -10,9 +10,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from flatmin import SAM
 from flatmin.core.compat import TORCH
 
+RESHARD = {}
 if TORCH < (2, 7):  # FSDP2 on the CPU is broken in torch 2.6, without flatmin too
-    torch.cpu.Stream.record_event = lambda self, event=None: event
+    torch.cpu.Stream.record_event = lambda self, event=None: event or object()
     torch.cpu.Stream.wait_event = lambda self, event: None
+    # The second all-gather, in the backward pass, breaks autograd's version counter.
+    RESHARD = {"reshard_after_forward": False}
 
 STEPS = 3
 WIDTHS = (3, 5, 1)  # odd numbers of rows: uneven shards, and empty ones for the last layer
@@ -44,12 +47,10 @@ def weights(model):
 
 def sharded_model(dtype=torch.float64, **settings):
     model = make_model(dtype)
-    if TORCH < (2, 7):  # there, the second all-gather of a backward pass breaks autograd's version counter
-        settings.setdefault("reshard_after_forward", False)
     mesh = init_device_mesh("cpu", (2,))
     for layer in (model[0], model[2]):
-        fully_shard(layer, mesh=mesh, **settings)
-    return fully_shard(model, mesh=mesh, **settings)
+        fully_shard(layer, mesh=mesh, **RESHARD, **settings)
+    return fully_shard(model, mesh=mesh, **RESHARD, **settings)
 
 
 def generator_for(settings):
