@@ -15,12 +15,13 @@ from flatmin import SAM
 from flatmin.core.compat import TORCH
 from fsdp_cases import RESHARD, STEPS, batch, generator_for, loss_of, weights, whole
 
+HIDDEN = 6 if TORCH >= (2, 7) else 8  # torch 2.6 divides it by four evenly, or not at all
+
 
 def make_model():
     torch.manual_seed(0)
     # An even hidden width, as tensor parallelism needs it; the last layer has one row, so that some shards are empty.
-    hidden = 6 if TORCH >= (2, 7) else 8  # torch 2.6 divides it by four evenly, or not at all
-    return nn.Sequential(nn.Linear(3, hidden), nn.Tanh(), nn.Linear(hidden, 1)).double()
+    return nn.Sequential(nn.Linear(3, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 1)).double()
 
 
 def parallel_model(kind):

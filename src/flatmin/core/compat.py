@@ -15,12 +15,20 @@ def all_gather_single(output: Tensor, tensor: Tensor, group: Any) -> None:
     gather(output, tensor, group=group)
 
 
-def distribute_same_tensor(tensor: Tensor, mesh: Any, placements: Any) -> Any:
-    """Split a tensor that is the same on every rank. Can go with torch 2.6, which always sends that of rank 0."""
+def shard_of_same_tensor(tensor: Tensor, mesh: Any, placements: Any) -> Tensor:
+    """Return this rank's part of a tensor that all ranks have. The second half can go with torch 2.6.
+
+    There, ``distribute_tensor`` sends the tensor of rank 0, also to replicas that have their own.
+    """
     from torch.distributed.tensor import distribute_tensor
 
-    local: dict[str, Any] = {"src_data_rank": None} if TORCH >= (2, 7) else {}
-    return distribute_tensor(tensor, mesh, placements, **local)
+    if TORCH >= (2, 7):
+        shard: Tensor = distribute_tensor(tensor, mesh, placements, src_data_rank=None).to_local()
+        return shard
+    for dim, placement in enumerate(placements):
+        if placement.is_shard():
+            tensor = placement._shard_tensor(tensor, mesh, dim)
+    return tensor
 
 
 def has_saved_tensors_hooks() -> bool:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flatmin.core.compat import all_gather_single, distribute_same_tensor
+from flatmin.core.compat import all_gather_single, shard_of_same_tensor
 
 Shards = tuple[Any, tuple[int, ...]]
 """A device mesh, and those of its dimensions over which a tensor is split."""
@@ -60,7 +60,7 @@ def local_noise(parameter: Tensor, generator: torch.Generator, dtype: torch.dtyp
     noise = torch.randn(shape, generator=generator, dtype=dtype, device=generator.device).to(parameter.device)
     if not is_sharded(parameter):
         return noise
-    return local_part(distribute_same_tensor(noise, parameter.device_mesh, parameter.placements))
+    return shard_of_same_tensor(noise, parameter.device_mesh, parameter.placements)
 
 
 def gather_rows(rows: Sequence[Tensor], shards: Sequence[Shards | None]) -> Tensor:
