@@ -27,7 +27,7 @@ TITLE = "SAM at nearly the cost of SGD: error over cost"
 def finished(runs: Path) -> list[list[MethodResult]]:
     """Return the results of each condition in which training with and without SAM has all their replicas."""
     runner = ReadOnlyRunner(runs)
-    found = [run_conditions([condition], runner, "cheap-sam", seeds)[0] for condition, seeds in conditions("laptop")]
+    found = [run_conditions([condition], runner, "cheap-sam", seeds) for condition, seeds in conditions("laptop")]
     return [entries for entries in found if {BASE, SAM} <= {p.name for p in points_of(entries)}]
 
 
@@ -50,7 +50,7 @@ def table(runs: Path) -> str:
             lines.append(
                 f"| {p.name} | {p.cost:.4g} | {rho} | {error} | {share} | {'yes' if p.name in front else ''} |"
             )
-        num = len(next(e for e in entries if e.method.name == SAM).replicas)
+        num = len(next(e for e in entries if e.method.name == SAM).replicas.outcomes)
         blocks.append(
             f"**{entries[0].condition.name}** ({num} replicas, mean and 95 % interval):\n\n" + "\n".join(lines)
         )

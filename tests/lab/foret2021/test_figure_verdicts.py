@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flatmin.lab.foret2021.figures.items import FIGURE_ITEMS
 from flatmin.lab.foret2021.figures.predictive import PGDL, ZOOS, better_predictor
 from flatmin.lab.foret2021.item_findings import SPREADS
+from flatmin.lab.foret2021.items import FIGURES
 from flatmin.lab.foret2021.items import ITEMS as ALL_ITEMS
 from flatmin.lab.runs.directory import Result
 from flatmin.lab.studies.conditions import TUNING_SEED
@@ -19,7 +19,7 @@ from flatmin.lab.studies.plan import planned_jobs
 from flatmin.lab.sweeps.jobs import Outcome
 from flatmin.lab.sweeps.runners import DryRunner
 
-ITEMS = {item.name: item for item in FIGURE_ITEMS}
+ITEMS = {name: ALL_ITEMS[name] for name in FIGURES}
 
 
 class Made:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from image_passes import cost, network_flops, num_networks, weighted_cost
 
 from flatmin.lab.foret2021 import settings
-from flatmin.lab.foret2021.figures.items import FIGURE_ITEMS
+from flatmin.lab.foret2021.items import FIGURES
 from flatmin.lab.foret2021.items import ITEMS as ALL_ITEMS
 from flatmin.lab.foret2021.scales import CUTS
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
@@ -26,7 +26,7 @@ from flatmin.lab.sweeps.runners import DryRunner, ReadOnlyRunner
 from flatmin.lab.training.trained_model import load_trained
 from flatmin.measures import sam_update_cosine
 
-ITEMS = {item.name: item for item in FIGURE_ITEMS}
+ITEMS = {name: ALL_ITEMS[name] for name in FIGURES}
 every_item = pytest.mark.parametrize("name", ITEMS)
 
 

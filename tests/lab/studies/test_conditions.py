@@ -2,16 +2,18 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from scipy import stats
 
+from flatmin.lab.foret2021.item_findings import table_findings
 from flatmin.lab.foret2021.tables.error_reduction import compared_methods
 from flatmin.lab.foret2021.tables.from_scratch import table1_conditions
 from flatmin.lab.runs.directory import Result
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
-from flatmin.lab.studies.condition_tables import condition_findings
+from flatmin.lab.studies.condition_tables import condition_tables
 from flatmin.lab.studies.conditions import (
     SEEDS,
     TUNING_SEED,
@@ -27,6 +29,7 @@ from flatmin.lab.studies.conditions import (
 )
 from flatmin.lab.studies.findings import Cell, Comparison
 from flatmin.lab.studies.printed import Claimed, Claims
+from flatmin.lab.studies.replicas import RecordingRunner
 from flatmin.lab.sweeps.jobs import Outcome
 
 START = Experiment(data=Data(train_size=50), model=Model(name="cnn-2"), optim=Optim(), epochs=4)
@@ -75,7 +78,7 @@ def by_validation(job):
 
 def test_settings_are_chosen_by_validation_error_the_baseline_first_then_rho():
     lab = Invented(by_validation)
-    entries, _ = run_conditions([condition(SGD, LONGER, SAM)], lab, "item")
+    entries = run_conditions([condition(SGD, LONGER, SAM)], lab, "item")
     sgd, _, sam = entries
     assert (sgd.chosen.optim.lr, sgd.chosen.optim.weight_decay) == (0.2, 1e-3)
     assert (sam.chosen.optim.lr, sam.chosen.optim.weight_decay, sam.chosen.optim.rho) == (0.2, 1e-3, 0.1)
@@ -104,7 +107,7 @@ def test_sam_is_compared_with_the_better_mean_of_both_baselines_and_only_they_do
 
     methods = (*baselines(no_tuning), replace(SAM, candidates=with_rho((0.1,))))
     lab = Invented(ending)
-    findings = findings_of(*run_conditions([condition(*methods)], lab, "item"))
+    findings = findings_of(run_conditions([condition(*methods)], lab, "item"))
     assert comparison_of(findings).name == f"SAM - {counts}"
     epochs = {(bool(j.experiment.optim.rho), j.experiment.epochs) for _, jobs in lab.asked for j in jobs}
     assert epochs == {(False, 4), (False, 8), (True, 4)}
@@ -133,9 +136,10 @@ def test_a_process_that_was_killed_leaves_the_choice_open():
                 else outcome
             )
 
-    entries, needed = run_conditions([condition(SGD, LONGER, SAM)], Killed(by_validation), "item")
+    recorder = RecordingRunner(Killed(by_validation))
+    entries = run_conditions([condition(SGD, LONGER, SAM)], recorder, "item")
     assert entries[2].chosen is None
-    assert sum(not outcome.complete for outcome in needed) == 1
+    assert recorder.num_missing == 1
 
 
 @pytest.mark.parametrize("lost", ["SAM", "SGD, twice the epochs"])
@@ -146,7 +150,7 @@ def test_nothing_is_judged_while_a_replica_of_either_side_is_missing_or_came_to_
         return how if name == lost and job.seed == 3 else clear_difference(job)
 
     methods = (*baselines(no_tuning), replace(SAM, candidates=with_rho((0.1,))))
-    findings = findings_of(*run_conditions([condition(*methods)], Invented(ending), "item"))
+    findings = findings_of(run_conditions([condition(*methods)], Invented(ending), "item"))
     (verdict,) = findings.verdicts
     assert verdict.status == "not tested"
     assert lost in verdict.evidence
@@ -169,7 +173,7 @@ def test_a_cell_says_what_is_wanting_and_names_the_runs_of_its_values_alone(how,
 
 def test_small_m_is_also_compared_with_sgd_that_is_normalized_alike():
     methods = (*baselines(no_tuning), *sam_and_small_m((0.1,), 10))
-    findings = findings_of(*run_conditions([condition(*methods)], Invented(clear_difference), "item"))
+    findings = findings_of(run_conditions([condition(*methods)], Invented(clear_difference), "item"))
     names = [c.name for table in findings.tables for row in table.rows for c in row if isinstance(c, Comparison)]
     assert [name.partition(",")[0] for name in names[:1]] == ["SAM - SGD"]
     assert "SAM, m = 10 - SGD, m = 10" in names
@@ -178,7 +182,7 @@ def test_small_m_is_also_compared_with_sgd_that_is_normalized_alike():
 
 def test_micro_batches_are_those_of_the_methods_that_say_so():
     methods = (*baselines(no_tuning), *sam_and_small_m((0.1,), 10))
-    entries, _ = run_conditions([condition(*methods)], Invented(clear_difference), "item")
+    entries = run_conditions([condition(*methods)], Invented(clear_difference), "item")
     assert {e.method.name: (e.chosen.optim.rho, e.chosen.optim.m) for e in entries} == {
         "SGD": (0.0, None),
         "SGD, twice the epochs": (0.0, None),
@@ -189,7 +193,7 @@ def test_micro_batches_are_those_of_the_methods_that_say_so():
 
 
 def test_training_errors_stand_below_the_test_errors():
-    findings = findings_of(*run_conditions([condition(ONE_SGD, ONE_SAM)], Invented(clear_difference), "item"))
+    findings = findings_of(run_conditions([condition(ONE_SGD, ONE_SAM)], Invented(clear_difference), "item"))
     titles = [table.title for table in findings.tables]
     assert [t for t in titles if "training error" in t]
 
@@ -201,12 +205,14 @@ def test_a_run_that_diverged_is_never_chosen_and_a_missing_one_leaves_the_choice
     def missing(job):
         return None if job.experiment.optim.rho == 0.05 else by_validation(job)
 
-    assert run_conditions([condition(SGD, LONGER, SAM)], Invented(diverges), "item")[0][2].chosen.optim.rho == 0.2
-    entries, needed = run_conditions([condition(SGD, LONGER, SAM)], Invented(missing), "item")
+    assert run_conditions([condition(SGD, LONGER, SAM)], Invented(diverges), "item")[2].chosen.optim.rho == 0.2
+    recorder = RecordingRunner(Invented(missing))
+    entries = run_conditions([condition(SGD, LONGER, SAM)], recorder, "item")
     assert entries[2].chosen is None
-    assert entries[2].replicas == ()
-    assert sum(not outcome.complete for outcome in needed) == 1
-    assert findings_of(entries, needed).num_missing == 2  # the candidate, and replicas of whatever will be chosen
+    assert entries[2].replicas.outcomes == ()
+    assert recorder.num_missing == 1
+    findings = found(missing, [condition(SGD, LONGER, SAM)])
+    assert findings.num_missing == 2  # the candidate, and replicas of whatever will be chosen
 
 
 def test_a_method_may_start_from_what_another_one_chose():
@@ -214,19 +220,18 @@ def test_a_method_may_start_from_what_another_one_chose():
         return [replace(base, data=replace(base.data, bootstrap=True))]
 
     after = Method(name="Bootstrap + SAM", candidates=bootstrapped, after="SAM")
-    entries, _ = run_conditions([condition(SGD, LONGER, SAM, after)], Invented(by_validation), "item")
+    entries = run_conditions([condition(SGD, LONGER, SAM, after)], Invented(by_validation), "item")
     assert entries[3].chosen.optim.rho == 0.1
     assert entries[3].chosen.data.bootstrap
     assert entries[3].chosen.first_stage().run_hash() == entries[2].chosen.run_hash()
 
 
-def found(ending, conditions, **changes):
-    return findings_of(*run_conditions(conditions, Invented(ending), "item"), **changes)
+def found(ending, conditions, scale="laptop", **changes):
+    return table_findings("table1", scale, Invented(ending), conditions, **{"label_columns": ("model",), **changes})
 
 
-def findings_of(entries, needed, **changes):
-    keywords = {"item": "item", "scale": "laptop", "claims": CLAIMS, "about_scale": "", "label_columns": ("model",)}
-    return condition_findings(entries, needed, **{**keywords, **changes})
+def findings_of(entries):
+    return SimpleNamespace(**condition_tables(entries, CLAIMS, "laptop", label_columns=("model",)))
 
 
 SAM_ERRORS, SGD_ERRORS = (0.20, 0.21, 0.19, 0.22, 0.20), (0.25, 0.24, 0.26, 0.24, 0.27)
@@ -320,7 +325,7 @@ def test_each_metric_has_its_own_claims_and_its_own_better_baseline():
 def test_a_smoke_test_judges_nothing_and_one_replica_compares_nothing():
     conditions = [condition(ONE_SGD, ONE_SAM)]
     assert [v.status for v in found(clear_difference, conditions, scale="smoke").verdicts] == ["not tested"]
-    one = findings_of(*run_conditions(conditions, Invented(clear_difference), "item", seeds=(0,)))
+    one = findings_of(run_conditions(conditions, Invented(clear_difference), "item", seeds=(0,)))
     assert not one.verdicts
     assert not [c for table in one.tables for row in table.rows for c in row if isinstance(c, Comparison)]
 
@@ -352,7 +357,7 @@ def test_accuracies_are_shown_where_the_paper_shows_them_and_literature_is_only_
 def test_nothing_run_gives_an_honest_empty_page():
     findings = found(lambda job: None, [condition(SGD, LONGER, SAM)])
     assert findings.num_missing > 0
-    assert findings.runs == []
+    assert findings.runs == ()
     assert all(v.status == "not tested" for v in findings.verdicts)
     assert all(c.measured is None for row in findings.tables[0].rows for c in row if isinstance(c, Cell))
 
@@ -377,9 +382,7 @@ def test_error_reduction_is_against_the_better_baseline_and_of_sam_alone():
             return 0.1, 0.22  # the control is no baseline of the paper's
         return 0.1, 0.25 if job.experiment.epochs == 8 else 0.4
 
-    entries, _ = run_conditions(
-        [condition(*baselines(no_tuning), *sam_and_small_m((0.1,), 10))], Invented(ending), "item"
-    )
+    entries = run_conditions([condition(*baselines(no_tuning), *sam_and_small_m((0.1,), 10))], Invented(ending), "item")
     names = {entry.method.name: baseline.method.name for entry, baseline in compared_methods(entries)}
     assert names == {"SAM": "SGD, twice the epochs", "SAM, m = 10": "SGD, twice the epochs"}
 
@@ -391,14 +394,14 @@ def test_error_reduction_waits_for_all_replicas_of_both_sides(lost):
         return None if name == lost and job.seed == 3 else clear_difference(job)
 
     methods = (*baselines(no_tuning), replace(SAM, candidates=with_rho((0.1,))))
-    entries, _ = run_conditions([condition(*methods)], Invented(ending), "item")
+    entries = run_conditions([condition(*methods)], Invented(ending), "item")
     assert [baseline for _, baseline in compared_methods(entries)] == [None]
 
 
 def test_by_micro_batches_every_method_has_that_m():
     methods = by_micro_batches(with_rates((0.1, 0.2), (1e-4, 1e-3)), (0.05, 0.1), 10)
     lab = Invented(by_validation)
-    entries, _ = run_conditions([condition(*methods)], lab, "item")
+    entries = run_conditions([condition(*methods)], lab, "item")
     assert {job.experiment.optim.m for _, jobs in lab.asked for job in jobs} == {10}
     assert {e.method.name: (e.chosen.optim.rho, e.chosen.epochs) for e in entries} == {
         "SGD, m = 10": (0.0, 4),

@@ -9,9 +9,9 @@ from scipy import stats
 
 from flatmin.lab.runs.directory import Result
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
-from flatmin.lab.studies.contrasts import Contrast, Family, along_training, metric_by_seed, number_cell
+from flatmin.lab.studies.contrasts import Contrast, Family
+from flatmin.lab.studies.replicas import RecordingRunner, Replicas
 from flatmin.lab.sweeps.jobs import Job, Measurement, Outcome
-from flatmin.lab.sweeps.runners import RecordingRunner
 
 EXPERIMENT = Experiment(data=Data(train_size=50), model=Model(name="cnn-2"), optim=Optim(), epochs=2)
 SHARPNESS = Measurement(kind="sharpness")
@@ -148,19 +148,21 @@ def test_comparisons_are_corrected_together():
 
 def test_numbers_are_in_percent_and_those_that_are_not_finite_are_left_out():
     outcomes = [outcome(0, [0.5, 0.25]), outcome(1, [math.inf]), outcome(2, None), outcome(3, [0.5, 0.75])]
-    values = metric_by_seed(outcomes, "test_error")
-    assert values == {0: 25.0, 3: 75.0}
-    cell = number_cell(values, outcomes)
+    replicas = Replicas("SAM", outcomes)
+    assert replicas.by_seed("test_error") == {0: 25.0, 3: 75.0}
+    cell = replicas.cell("test_error")
     assert cell.values == (25.0, 75.0)
     assert cell.measured.mean == 50.0
     assert cell.runs == (outcomes[0].job.name, outcomes[3].job.name)
 
 
 def test_curves_are_means_over_replicas_in_percent():
-    (series,) = along_training("SAM", [outcome(0, [0.5, 0.25]), outcome(1, [0.75, 0.25])], lambda m: m["test_error"])
+    replicas = Replicas("SAM", [outcome(0, [0.5, 0.25]), outcome(1, [0.75, 0.25])])
+    (series,) = replicas.along_training("test error", lambda line: line["test_error"])
+    assert series.name == "test error"
     assert (series.x, series.y) == ([1.0, 2.0], [62.5, 25.0])
     assert series.half_width == pytest.approx([stats.t.ppf(0.975, 1) * stats.sem([50.0, 75.0]), 0.0])
-    (alone,) = along_training("SAM", [outcome(0)], lambda m: m["test_error"])
+    (alone,) = Replicas("SAM", [outcome(0)]).along_training("SAM", lambda line: line["test_error"])
     assert math.isnan(alone.half_width[0])  # one replica has no interval, not one of width 0
 
 
@@ -177,4 +179,5 @@ def test_a_run_is_missing_until_it_is_measured_in_full():
     assert recorder.outcomes([one.job for one in found], "") == found
     assert recorder.num_missing == 3
     assert recorder.runs == tuple(one.job.name for one in found)
+    assert recorder.complete_runs == (found[0].job.name, diverged.job.name)
     assert recorder.notes == (f"{diverged.job.name} failed: diverged",)

@@ -11,17 +11,17 @@ correction over all arms of all conditions).
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from flatmin.lab.cheap_sam.arms import ARMS, BASE, SAM, conditions, cost_in_passes
 from flatmin.lab.studies.condition_tables import setting_of
 from flatmin.lab.studies.conditions import MethodResult, run_conditions
-from flatmin.lab.studies.contrasts import Contrast, Family, contrast_between, metric_by_seed, number_cell, run_names
+from flatmin.lab.studies.contrasts import Contrast, Family
 from flatmin.lab.studies.contrasts import mean as mean_of
-from flatmin.lab.studies.findings import Cell, Comparison, Findings, LineFigure, Series, Table, Verdict, own_settings
+from flatmin.lab.studies.findings import Cell, Findings, LineFigure, Row, Series, Table, Verdict, own_settings
 from flatmin.lab.studies.item import Item, Scale
+from flatmin.lab.studies.replicas import RecordingRunner, runs_of
 from flatmin.lab.studies.statistics import Interval, mean_and_interval
-from flatmin.lab.sweeps.runners import RecordingRunner, Runner
+from flatmin.lab.sweeps.runners import Runner
 
 KEPT = 0.9
 """The share of SAM's gain that a cheap method has to keep."""
@@ -58,7 +58,7 @@ class Point:
 def cheap_sam(scale: Scale, runner: Runner) -> Findings:
     """Run all arms in all conditions and say which keep SAM's gain."""
     recorder = RecordingRunner(runner)
-    results = [run_conditions([condition], recorder, "cheap-sam", seeds)[0] for condition, seeds in conditions(scale)]
+    results = [run_conditions([condition], recorder, "cheap-sam", seeds) for condition, seeds in conditions(scale)]
     kept = {(r.condition.name, r.method.name): _kept(r, entries) for entries in results for r in _tested(entries)}
     family = Family(kept.values())
     verdicts = [_verdict(r, kept[r.condition.name, r.method.name], family) for rs in results for r in _tested(rs)]
@@ -99,15 +99,14 @@ def _kept(entry: MethodResult, entries: Sequence[MethodResult]) -> OneSided:
     r"""Return the claim that an arm's error is below :math:`(1 - k)\, e_0 + k\, e_{SAM}` with k = 0.9."""
     without, sam = (_by_name(entries)[name].values("test_error") for name in (BASE, SAM))
     limit = {seed: (1 - KEPT) * without[seed] + KEPT * sam[seed] for seed in without.keys() & sam.keys()}
-    replicas = [o for name in (BASE, SAM, entry.method.name) for o in _by_name(entries)[name].replicas]
     return OneSided(
         quantity="test error, %",
         lower_name=entry.method.name,
         higher_name=f"the error without SAM less {KEPT:.0%} of SAM's gain",
         lower=entry.values("test_error"),
         higher=limit,
-        num_asked=max(2, len(entry.replicas), len(_by_name(entries)[SAM].replicas)),
-        runs=run_names(replicas),
+        num_asked=max(2, len(entry.replicas.outcomes), len(_by_name(entries)[SAM].replicas.outcomes)),
+        runs=runs_of(_by_name(entries)[name].replicas for name in (BASE, SAM, entry.method.name)),
     )
 
 
@@ -144,14 +143,13 @@ def _table(entries: Sequence[MethodResult]) -> Table:
         if (values := e.values("test_error")) and e.incomplete_reason is None
     }
     sam = _by_name(entries)[SAM]
-    rows: list[list[str | Cell | Comparison]] = []
+    rows: list[Row] = []
     for entry in sorted(entries, key=lambda e: math.inf if e.chosen is None else _cost(e)):
         name = entry.method.name
         known = name in means and BASE in means and SAM in means
         difference: Cell | str = ""
         if known and name != SAM:
-            read = partial(metric_by_seed, metric="test_error")
-            contrast = contrast_between("test error, %", (name, entry.replicas), (SAM, sam.replicas), read)
+            contrast = entry.replicas.lower_than(sam.replicas, "test error, %", "test_error")
             interval = mean_and_interval(contrast.differences)
             by_seed = tuple(contrast.differences)
             difference = Cell(measured=interval, unit="points", values=by_seed, runs=contrast.runs)
@@ -160,8 +158,8 @@ def _table(entries: Sequence[MethodResult]) -> Table:
                 name,
                 "" if entry.chosen is None else f"{_cost(entry):.4g}",
                 "" if entry.chosen is None or entry.chosen.optim.rho == 0 else f"{entry.chosen.optim.rho:g}",
-                number_cell(entry.values("test_error"), entry.replicas),
-                number_cell(entry.values("train_error"), entry.replicas),
+                entry.replicas.cell("test_error"),
+                entry.replicas.cell("train_error"),
                 f"{share_of_gain(means, name):.0f} %" if known and name not in (BASE, SAM) else "",
                 difference,
             ]
@@ -229,7 +227,7 @@ def _pareto_figure(entries: Sequence[MethodResult]) -> LineFigure:
         y_label="test error, %",
         series=series,
         note="Bars are 95 % confidence intervals over replicas; the line joins the methods that nothing else beats.",
-        runs=run_names(o for e in entries for o in e.replicas),
+        runs=runs_of(e.replicas for e in entries),
     )
 
 

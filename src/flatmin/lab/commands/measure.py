@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,9 @@ from flatmin.lab.commands.progress import write_event
 from flatmin.lab.errors import RunError, SpecError
 from flatmin.lab.sweeps.jobs import MeasurementKind, MeasurementResult
 
+Range = tuple[Callable[[Any], bool], str]
+"""Whether a value is allowed, and what is, to follow "must be"."""
+COUNT: Range = (lambda count: count >= 1, "at least 1")
 SHOWN_LISTS = ("eigenvalues", "residuals")  # the others are curves and grids, which are only in the files
 
 
@@ -26,6 +30,7 @@ class MeasureCommand:
     """The settings that all measures share."""
 
     kind: ClassVar[MeasurementKind]
+    ranges: ClassVar[dict[str, Range]] = {"epoch": (lambda epoch: epoch >= 0, "at least 0"), "num_examples": COUNT}
 
     run_name: Annotated[str, tyro.conf.Positional]
     """The run's directory, or its name (or the start of it) in the directory of runs."""
@@ -46,8 +51,10 @@ class MeasureCommand:
         Raises:
             SpecError: a setting has a value that is not allowed.
         """
-        self._require("epoch", self.epoch is None or self.epoch >= 0, "at least 0")
-        self._require("num_examples", self.num_examples is None or self.num_examples >= 1, "at least 1")
+        for name, (holds, allowed) in self.ranges.items():
+            value = getattr(self, name)
+            if value is not None and not holds(value):
+                raise SpecError(f"--{name.replace('_', '-')} must be {allowed}; got {value}.")
 
     def run(self, console: Console) -> None:
         """Measure, write JSON and plots to RUN/measures, print the numbers."""
@@ -90,20 +97,17 @@ class MeasureCommand:
         bar.add_task(f"{self.kind} of {path.name}", total=None)
         return bar
 
-    def _require(self, name: str, holds: bool, allowed: str) -> None:
-        if not holds:
-            raise SpecError(f"--{name.replace('_', '-')} must be {allowed}; got {getattr(self, name)}.")
-
-    def _require_counts(self, *names: str) -> None:
-        for name in names:
-            self._require(name, getattr(self, name) >= 1, "at least 1")
-
 
 @dataclass(frozen=True)
 class MeasureSharpness(MeasureCommand):
     """m-sharpness: how far the loss rises within rho, on subsets of m examples (Section 4.1)."""
 
     kind = "sharpness"
+    ranges = MeasureCommand.ranges | {
+        "rho": (lambda rho: 0 <= rho < math.inf, "finite and not negative"),
+        "m": COUNT,
+        "steps": COUNT,
+    }
 
     rho: float = 0.05
     """Radius of the ball."""
@@ -112,19 +116,13 @@ class MeasureSharpness(MeasureCommand):
     steps: int = 1
     """Ascent steps."""
 
-    def check(self) -> None:
-        """Check every setting."""
-        super().check()
-        self._require("rho", 0 <= self.rho < math.inf, "finite and not negative")
-        self._require("m", self.m is None or self.m >= 1, "at least 1")
-        self._require_counts("steps")
-
 
 @dataclass(frozen=True)
 class MeasureSpectrum(MeasureCommand):
     """The Hessian's largest eigenvalues and spectral density (Section 4.2)."""
 
     kind = "spectrum"
+    ranges = MeasureCommand.ranges | {"num_eigenvalues": COUNT, "steps": COUNT, "probes": COUNT}
 
     num_eigenvalues: int = 5
     """How many of the largest eigenvalues."""
@@ -133,28 +131,21 @@ class MeasureSpectrum(MeasureCommand):
     probes: int = 4
     """Random starts of the density."""
 
-    def check(self) -> None:
-        """Check every setting."""
-        super().check()
-        self._require_counts("num_eigenvalues", "steps", "probes")
-
 
 @dataclass(frozen=True)
 class MeasureLandscape(MeasureCommand):
     """The loss on a plane of random, filter-normalized directions (Figure 1)."""
 
     kind = "landscape"
+    ranges = MeasureCommand.ranges | {
+        "span": (lambda span: 0 < span < math.inf, "positive and finite"),
+        "points": (lambda points: points >= 3 and points % 2 == 1, "odd, and at least 3"),
+    }
 
     span: float = 1.0
     """How far the plane goes, in units of the directions."""
     points: int = 51
     """Points along each side; odd."""
-
-    def check(self) -> None:
-        """Check every setting."""
-        super().check()
-        self._require("span", 0 < self.span < math.inf, "positive and finite")
-        self._require("points", self.points >= 3 and self.points % 2 == 1, "odd, and at least 3")
 
 
 @dataclass(frozen=True)
@@ -162,18 +153,16 @@ class MeasureBound(MeasureCommand):
     """The PAC-Bayes bound on the error, term by term (Appendix A)."""
 
     kind = "bound"
+    ranges = MeasureCommand.ranges | {
+        "rho": (lambda rho: 0 < rho < math.inf, "positive and finite"),
+        "delta": (lambda delta: 0 < delta < 1, "between 0 and 1"),
+        "num_examples": (lambda count: count >= 2, "at least 2"),
+    }
 
     rho: float = 0.05
     """Radius of the ball."""
     delta: float = 0.05
     """The probability with which the bound may fail."""
-
-    def check(self) -> None:
-        """Check every setting."""
-        super().check()
-        self._require("rho", 0 < self.rho < math.inf, "positive and finite")
-        self._require("delta", 0 < self.delta < 1, "between 0 and 1")
-        self._require("num_examples", self.num_examples is None or self.num_examples >= 2, "at least 2")
 
 
 @dataclass(frozen=True)

@@ -5,28 +5,19 @@ Model, learning rate and rho were tuned on validation data by ``experiments/choo
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.resources import files
 from typing import Any
 
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
-from flatmin.lab.studies.contrasts import (
-    Contrast,
-    Family,
-    along_training,
-    contrast_between,
-    mean,
-    measured_by_seed,
-    metric_by_seed,
-    number_cell,
-    run_names,
-)
-from flatmin.lab.studies.findings import Cell, Comparison, Findings, Hyperparameter, LineFigure, Table, Verdict
+from flatmin.lab.studies.contrasts import Contrast, Family, mean
+from flatmin.lab.studies.findings import Cell, Findings, Hyperparameter, LineFigure, Row, Table, Verdict
 from flatmin.lab.studies.measured_figures import density_figures, landscape_figures
+from flatmin.lab.studies.replicas import RecordingRunner, Replicas, measured, runs_of
 from flatmin.lab.studies.statistics import SIGNIFICANT, Interval, p_text
-from flatmin.lab.sweeps.jobs import Job, Measurement, Outcome
-from flatmin.lab.sweeps.runners import RecordingRunner, Runner
+from flatmin.lab.sweeps.jobs import Job, Measurement
+from flatmin.lab.sweeps.runners import Runner
 
 SEEDS = (0, 1, 2)
 NOISE_RATES = (0.0, 0.4)
@@ -58,8 +49,7 @@ NOTES = (
     "Data: Optical Recognition of Handwritten Digits, E. Alpaydin and C. Kaynak, UCI Machine Learning Repository "
     "(CC BY 4.0).",
 )
-ByMethod = Mapping[str, Sequence[Outcome]]
-Rows = list[list[str | Cell | Comparison]]
+ByMethod = Mapping[str, Replicas]
 
 
 def demo_experiment(
@@ -88,13 +78,13 @@ def demo_settings() -> dict[str, Any]:
 def demo_experiments(seed: int) -> dict[tuple[float, str], Experiment]:
     """Return the experiments of a seed, by noise rate and method."""
     chosen = demo_settings()["chosen"]
-    found = {}
+    experiments = {}
     for noise in NOISE_RATES:
         sgd = demo_experiment(network=chosen["network"], lr=chosen["lr"], rho=0.0, noise=noise, seed=seed)
         for method, change in METHODS.items():
             label = f"{method}, {_labels(noise)}, seed {seed}"
-            found[noise, method] = replace(change(sgd, chosen["rho"][str(noise)]), name=label)
-    return found
+            experiments[noise, method] = replace(change(sgd, chosen["rho"][str(noise)]), name=label)
+    return experiments
 
 
 def demo(runner: Runner) -> Findings:
@@ -102,12 +92,12 @@ def demo(runner: Runner) -> Findings:
     recorder = RecordingRunner(runner)
     by_seed = {seed: demo_experiments(seed) for seed in SEEDS}
     jobs = {
-        f"{noise} {method}": [_job(by_seed[seed][noise, method], seed) for seed in SEEDS]
+        (noise, method): [_job(by_seed[seed][noise, method], seed) for seed in SEEDS]
         for noise in NOISE_RATES
         for method in METHODS
     }
-    outcomes = recorder.replicas(jobs, "SGD and SAM on 500 digits")
-    found = {noise: {method: outcomes[f"{noise} {method}"] for method in METHODS} for noise in NOISE_RATES}
+    asked = recorder.replicas(jobs, "SGD and SAM on 500 digits")
+    models = {noise: {m: replace(asked[noise, m], name=m) for m in METHODS} for noise in NOISE_RATES}
     settings = demo_settings()
     return Findings(
         item="demo",
@@ -115,9 +105,9 @@ def demo(runner: Runner) -> Findings:
         title="SGD and SAM, with clean and with noisy labels",
         source="flatmin demo",
         about_scale=ABOUT,
-        tables=[_results(found), _tuning(settings)],
-        figures=[figure for noise in NOISE_RATES for figure in _figures(found[noise], noise)],
-        verdicts=[verdict for noise in NOISE_RATES for verdict in _verdicts(found[noise], noise)],
+        tables=[_results(models), _tuning(settings)],
+        figures=[figure for noise in NOISE_RATES for figure in _figures(models[noise], noise)],
+        verdicts=[verdict for noise in NOISE_RATES for verdict in _verdicts(models[noise], noise)],
         hyperparameters=[
             Hyperparameter(name="model", value=settings["chosen"]["network"], source="validation"),
             Hyperparameter(name="learning rate", value=settings["chosen"]["lr"], source="validation"),
@@ -162,41 +152,35 @@ def _labels(noise: float) -> str:
     return f"{noise:.0%} noisy labels".replace("%", " %") if noise else "clean labels"
 
 
-def _errors(outcomes: Sequence[Outcome]) -> dict[int, float]:
-    return metric_by_seed(outcomes, "test_error")
-
-
-def _verdicts(found: ByMethod, noise: float) -> list[Verdict]:
+def _verdicts(models: ByMethod, noise: float) -> list[Verdict]:
     """Compare every method that has SAM with the better baseline, as the paper does (Section 3.1)."""
-    baselines = {m: o for m, o in found.items() if o[0].job.experiment.optim.rho == 0}
-    known = [m for m in baselines if _errors(baselines[m])] or list(baselines)
-    best = min(known, key=lambda method: mean(_errors(baselines[method]).values()))
+    baselines = [m for m in models.values() if m.outcomes[0].job.experiment.optim.rho == 0]
+    known = [m for m in baselines if m.by_seed("test_error")] or baselines
+    best = min(known, key=lambda m: mean(m.by_seed("test_error").values()))
     return [
-        verdict(noise, contrast_between("test error", (method, outcomes), (best, baselines[best]), _errors))
-        for method, outcomes in found.items()
-        if method not in baselines
+        verdict(noise, m.lower_than(best, "test error", "test_error")) for m in models.values() if m not in baselines
     ]
 
 
-def _results(found: Mapping[float, ByMethod]) -> Table:
-    rows: Rows = [
+def _results(models: Mapping[float, ByMethod]) -> Table:
+    rows: list[Row] = [
         [
             f"{noise:.0%}",
             method,
-            number_cell(_errors(outcomes), outcomes),
-            number_cell(metric_by_seed(outcomes, "train_error"), outcomes),
-            number_cell(measured_by_seed(outcomes, SHARPNESS, lambda f: f["m_sharpness"]), outcomes, unit=""),
-            number_cell(measured_by_seed(outcomes, CURVATURE, lambda f: f["lambda_max"]), outcomes, unit=""),
+            replicas.cell("test_error"),
+            replicas.cell("train_error"),
+            replicas.cell(measured(SHARPNESS, "m_sharpness"), unit=""),
+            replicas.cell(measured(CURVATURE, "lambda_max"), unit=""),
         ]
-        for noise, by_method in found.items()
-        for method, outcomes in by_method.items()
+        for noise, by_method in models.items()
+        for method, replicas in by_method.items()
     ]
     columns = ("noisy labels", "method", "test error", "train error", "m-sharpness", "lambda_max")
     return Table(title=f"Mean over {len(SEEDS)} seeds with 95 % confidence intervals", columns=columns, rows=rows)
 
 
 def _tuning(settings: dict[str, Any]) -> Table:
-    rows: Rows = [
+    rows: list[Row] = [
         [
             f"{line['noise']:.0%}",
             line["network"],
@@ -216,25 +200,23 @@ def _tuning(settings: dict[str, Any]) -> Table:
     )
 
 
-def _figures(found: ByMethod, noise: float) -> list[Any]:
-    first = {method: outcomes[0] for method, outcomes in found.items()}
+def _figures(models: ByMethod, noise: float) -> list[Any]:
     labels = _labels(noise)
     series = [
-        curve
-        for method, outcomes in found.items()
-        for curve in along_training(method, outcomes, lambda line: line.get("test_error"))
+        replace(curve, half_width=None)
+        for method, replicas in models.items()
+        for curve in replicas.along_training(method, lambda line: line.get("test_error"))
     ]
     curves = LineFigure(
         title=f"Test error over training, {labels}",
         x_label="epoch",
         y_label="test error, %",
-        series=[replace(curve, half_width=None) for curve in series],
+        series=series,
         note=f"Mean over {len(SEEDS)} seeds.",
-        runs=run_names(outcome for outcomes in found.values() for outcome in outcomes),
+        runs=runs_of(models.values()),
     )
-    drawn = {method: o for method, o in first.items() if LANDSCAPE in o.job.measurements}
     return [
         curves,
-        *density_figures(drawn, SPECTRUM, f"Spectrum of the Hessian, {labels}, seed {SEEDS[0]}"),
-        *landscape_figures(drawn, LANDSCAPE, f"Training loss around the weights, {labels}, seed {SEEDS[0]}"),
+        *density_figures(models.values(), SPECTRUM, f"Spectrum of the Hessian, {labels}, seed {SEEDS[0]}"),
+        *landscape_figures(models.values(), LANDSCAPE, f"Training loss around the weights, {labels}, seed {SEEDS[0]}"),
     ]

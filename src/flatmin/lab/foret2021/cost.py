@@ -49,36 +49,34 @@ def disk_bytes(jobs: Iterable[Job]) -> int:
         copies = {"sgd": 2, "adamw": 3}[experiment.optim.name]  # the weights and the optimizer's averages
         every = experiment.keep_every
         kept = 0 if every is None else 1 + experiment.epochs // every
-        total += (NUM_KEPT * copies + kept) * 4 * _num_weights(*_shape(experiment))
+        total += (NUM_KEPT * copies + kept) * 4 * num_weights(experiment)
     return total
+
+
+def num_weights(experiment: Experiment) -> int:
+    """Return the number of a model's parameters; nothing is computed."""
+    return _size_and_flops(*_shape(experiment))[0]
 
 
 def network_flops(experiment: Experiment) -> int:
     """Return the floating-point operations of a model's forward pass over one image; nothing is computed."""
-    size = experiment.data.image_size or dataset_info(experiment.data.name).size
-    return _flops(*_shape(experiment), size)
+    return _size_and_flops(*_shape(experiment))[1]
 
 
-def _shape(experiment: Experiment) -> tuple[Model, int, int]:
+def _shape(experiment: Experiment) -> tuple[Model, int, int, int]:
     info = dataset_info(experiment.data.name)
-    return experiment.model.without_checkpoint(), info.num_classes or 1000, info.channels
+    size = experiment.data.image_size or info.size
+    return experiment.model.without_checkpoint(), info.num_classes or 1000, info.channels, size
 
 
 @lru_cache(maxsize=256)
-def _num_weights(model: Model, num_classes: int, channels: int) -> int:
-    with torch.device("meta"):  # shapes alone
-        network = build_model(model, num_classes=num_classes, in_channels=channels)
-    return sum(p.numel() for p in network.parameters())
-
-
-@lru_cache(maxsize=256)
-def _flops(model: Model, num_classes: int, channels: int, size: int) -> int:
+def _size_and_flops(model: Model, num_classes: int, channels: int, size: int) -> tuple[int, int]:
     with torch.device("meta"):  # shapes alone
         network = build_model(model, num_classes=num_classes, in_channels=channels).eval()
         images = torch.empty(1, channels, size, size)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         network(images)
-    return int(counter.get_total_flops())
+    return sum(p.numel() for p in network.parameters()), int(counter.get_total_flops())
 
 
 def _experiments(jobs: Iterable[Job]) -> list[Experiment]:

@@ -3,18 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from flatmin.lab.foret2021.scales import (
-    LAPTOP,
-    replica_seeds,
-    small_images,
-    smoke,
-)
+from flatmin.lab.foret2021.scales import LAPTOP, replica_seeds, small_images, smoke
 from flatmin.lab.foret2021.settings import DROP_LAST, Training
 from flatmin.lab.spec.experiment import Data, Experiment
 from flatmin.lab.studies.conditions import best_candidate, tuning_job
 from flatmin.lab.studies.item import Scale
+from flatmin.lab.studies.replicas import RecordingRunner
 from flatmin.lab.sweeps.jobs import Job, Measurement
-from flatmin.lab.sweeps.runners import RecordingRunner
 
 LAPTOP_START = small_images(LAPTOP["fashion-mnist"])
 LAPTOP_RHO = 0.2

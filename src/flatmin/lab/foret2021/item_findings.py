@@ -1,20 +1,22 @@
 """What the findings of all items have in common: what differs at a scale, what was cut, what could be shown."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from flatmin.lab.foret2021.claims.figures import said_in_text
+from flatmin.lab.foret2021.claims.figures import CLAIMS, said_in_text
 from flatmin.lab.foret2021.figure_settings import NUM_CURVATURE_REPLICAS
 from flatmin.lab.foret2021.scales import CUTS, PAPER_SUMMARY, SMOKE_SUMMARY, laptop_summary, replica_seeds
 from flatmin.lab.foret2021.sources import HYPERPARAMETERS
-from flatmin.lab.studies.condition_tables import condition_findings
+from flatmin.lab.spec.experiment import Experiment
+from flatmin.lab.studies.condition_tables import condition_tables
 from flatmin.lab.studies.conditions import NUM_REPLICAS, Condition, MethodResult, run_conditions
 from flatmin.lab.studies.contrasts import Contrast, verdicts_at
-from flatmin.lab.studies.findings import Findings, Verdict
+from flatmin.lab.studies.findings import Findings, Hyperparameter, Verdict, own_settings
 from flatmin.lab.studies.item import Scale
-from flatmin.lab.studies.printed import Claims
+from flatmin.lab.studies.replicas import RecordingRunner
 from flatmin.lab.studies.statistics import detectable_effect
-from flatmin.lab.sweeps.runners import RecordingRunner, Runner
+from flatmin.lab.sweeps.runners import Runner
 
 ERROR_SPREAD = (0.8, "points of test error", NUM_REPLICAS, "Table 1 on Fashion-MNIST")
 SPREADS: dict[str, tuple[float, str, int, str]] = {
@@ -46,20 +48,20 @@ def about_scale(item: str, scale: Scale) -> str:
     return {"paper": PAPER_SUMMARY, "laptop": laptop_summary(item), "smoke": SMOKE_SUMMARY}[scale]
 
 
-def cuts(item: str, scale: Scale) -> tuple[str, ...]:
-    """Return what an item leaves out at a scale."""
-    return CUTS.get(item, ()) if scale == "laptop" else ()
+def hyperparameters(
+    item: str, scale: Scale, experiments: Sequence[Experiment], *more: tuple[str, object]
+) -> Sequence[Hyperparameter]:
+    """Return the paper's hyperparameters with their sources, or at another scale ours: `own_settings`."""
+    return HYPERPARAMETERS[item] if scale == "paper" else own_settings(experiments, *more)
 
 
 def findings(
-    *,
     item: str,
     scale: Scale,
-    claims: Claims[Any],
     recorder: RecordingRunner,
+    *,
     verdicts: Sequence[Verdict],
     notes: Sequence[str] = (),
-    about: str | None = None,
     **shown: Any,
 ) -> Findings:
     """Return findings with the runs that a recorder has noted; at the scale of a smoke test nothing is judged.
@@ -67,21 +69,20 @@ def findings(
     Args:
         item: its name.
         scale: at which it was run.
-        claims: the paper's, with its title and place.
         recorder: what was run.
         verdicts: on the claims.
         notes: in addition to those of the paper's claims.
-        about: what differs from the paper's experiment, if not what differs for most items.
         shown: tables, figures, hyperparameters and other fields.
     """
+    claims = CLAIMS[item]
+    common = {"title": claims.title, "source": claims.source, "about_scale": about_scale(item, scale)}
     return Findings(
-        **{"title": claims.title, "source": claims.source, **shown},
+        **{**common, **shown},
         item=item,
         scale=scale,
-        about_scale=about or about_scale(item, scale),
         verdicts=verdicts_at(scale, verdicts),
         notes=[*claims.notes, *notes, *power_note(item, scale), *said_in_text(item), *recorder.notes],
-        cut=cuts(item, scale),
+        cut=CUTS.get(item, ()) if scale == "laptop" else (),
         runs=recorder.runs,
         num_missing=recorder.num_missing,
     )
@@ -92,8 +93,6 @@ def table_findings(
     scale: Scale,
     runner: Runner,
     conditions: Sequence[Condition],
-    claims: Claims[Any],
-    settings: str,
     further: Callable[[Sequence[MethodResult]], Sequence[tuple[str, Sequence[Contrast]]]] = lambda _: (),
     **shape: Any,
 ) -> Findings:
@@ -104,22 +103,17 @@ def table_findings(
         scale: at which it is run.
         runner: where the runs come from.
         conditions: of the table.
-        claims: the paper's numbers.
-        settings: the name of the paper's hyperparameters.
         further: returns claims on several conditions, with the comparisons that each consists of.
-        shape: other arguments of `condition_findings`.
+        shape: other arguments of `condition_tables`.
     """
-    entries, needed = run_conditions(conditions, runner, item, replica_seeds(scale))
-    return condition_findings(
-        entries,
-        needed,
-        item=item,
-        scale=scale,
-        claims=claims,
-        about_scale=about_scale(item, scale),
-        hyperparameters=HYPERPARAMETERS[settings] if scale == "paper" else (),
-        notes=[*power_note(item, scale), *said_in_text(item)],
-        cut=cuts(item, scale),
-        further=further(entries),
-        **shape,
+    recorder, claims = RecordingRunner(runner), CLAIMS[item]
+    entries = run_conditions(conditions, recorder, item, replica_seeds(scale))
+    given = HYPERPARAMETERS[item] if scale == "paper" else ()
+    shown = condition_tables(entries, claims, scale, hyperparameters=given, further=further(entries), **shape)
+    said = [f'The paper says: "{s.claim}" {s.own_numbers}' for s in claims.statements]
+    return replace(
+        findings(item, scale, recorder, **shown),
+        notes=[*said, *claims.notes, *power_note(item, scale), *said_in_text(item)],
+        runs=recorder.complete_runs,
+        num_missing=recorder.num_missing + sum(entry.chosen is None for entry in entries),
     )

@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
-from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from flatmin.lab.foret2021.claims.tables import FINETUNING_DATASETS
@@ -115,18 +114,16 @@ def _training(*columns: str) -> Training:
     )
 
 
-CIFAR: Mapping[tuple[str, str], Training] = MappingProxyType(
-    {
-        (row, dataset): _training(*columns, rho)
-        for row, *columns, rho10, rho100 in table_rows(_CIFAR)
-        for dataset, rho in (("cifar10", rho10), ("cifar100", rho100))
-        if rho != "-"
-    }
-)
+CIFAR: Mapping[tuple[str, str], Training] = {
+    (row, dataset): _training(*columns, rho)
+    for row, *columns, rho10, rho100 in table_rows(_CIFAR)
+    for dataset, rho in (("cifar10", rho10), ("cifar100", rho100))
+    if rho != "-"
+}
 """Tables 1, 6 and 9, by the model's row (`claims.CIFAR_ROWS`) and the dataset."""
-SVHN_FASHION: Mapping[tuple[str, str], Training] = MappingProxyType(
-    {(row, dataset): _training(*columns, rho) for row, *columns, dataset, rho in table_rows(_SVHN_FASHION)}
-)
+SVHN_FASHION: Mapping[tuple[str, str], Training] = {
+    (row, dataset): _training(*columns, rho) for row, *columns, dataset, rho in table_rows(_SVHN_FASHION)
+}
 """Tables 5 and 7, by the model's row and the dataset."""
 
 
@@ -141,20 +138,18 @@ def small_image_augment(dataset: str, augment: str) -> Augment:
 
 
 IMAGENET_IMAGE_SIZE = 224
-IMAGENET: Mapping[tuple[str, int], Training] = MappingProxyType(
-    {
-        (model, epochs): Training(
-            model=model,
-            epochs=epochs,
-            lr=1.0,
-            weight_decay=1e-4,
-            batch_size=4096,
-            num_accelerators=32,
-            label_smoothing=0.1,
-        )
-        for model, epochs in product(("resnet-50", "resnet-101", "resnet-152"), (100, 200, 400))
-    }
-)
+IMAGENET: Mapping[tuple[str, int], Training] = {
+    (model, epochs): Training(
+        model=model,
+        epochs=epochs,
+        lr=1.0,
+        weight_decay=1e-4,
+        batch_size=4096,
+        num_accelerators=32,
+        label_smoothing=0.1,
+    )
+    for model, epochs in product(("resnet-50", "resnet-101", "resnet-152"), (100, 200, 400))
+}
 """Table 2, by model and epochs."""
 
 
@@ -168,14 +163,12 @@ class FineTuning(NamedTuple):
     num_steps: int
 
 
-FINETUNING: Mapping[str, FineTuning] = MappingProxyType(
-    {
-        "efficientnet-b7": FineTuning(600, 0.016, 1024, 64, 5_000),
-        "efficientnet-l2": FineTuning(475, 0.008, 512, 128, 10_000),
-    }
-)
-FINETUNING_TRAIN_SIZES = MappingProxyType(
-    dict(zip(FINETUNING_DATASETS, (6_667, 2_040, 3_680, 8_144, 50_000, 50_000, 47_386, 75_750, 1_281_167), strict=True))
+FINETUNING: Mapping[str, FineTuning] = {
+    "efficientnet-b7": FineTuning(600, 0.016, 1024, 64, 5_000),
+    "efficientnet-l2": FineTuning(475, 0.008, 512, 128, 10_000),
+}
+FINETUNING_TRAIN_SIZES = dict(
+    zip(FINETUNING_DATASETS, (6_667, 2_040, 3_680, 8_144, 50_000, 50_000, 47_386, 75_750, 1_281_167), strict=True)
 )
 FINETUNING_DROPOUT, FINETUNING_DROP_CONNECT = 0.5, 0.2
 
@@ -215,12 +208,10 @@ def finetuning(model: str, dataset: str, held_out: float = 0.0) -> Training:
 
 
 MIXUP_ALPHAS = (1.0, 8.0, 16.0, 32.0)
-LABEL_NOISE: Mapping[int, Training] = MappingProxyType(
-    {
-        percent: Training(model="resnet-32", epochs=200, lr=0.1, rho=rho, given=("model", "epochs", "batch_size", "m"))
-        for percent, rho in ((20, 0.1), (40, 0.1), (60, 0.1), (80, 0.05))
-    }
-)
+LABEL_NOISE: Mapping[int, Training] = {
+    percent: Training(model="resnet-32", epochs=200, lr=0.1, rho=rho, given=("model", "epochs", "batch_size", "m"))
+    for percent, rho in ((20, 0.1), (40, 0.1), (60, 0.1), (80, 0.05))
+}
 """Table 4, by noise in percent."""
 LANDSCAPES = Training(
     model="resnet-56-noshort",
@@ -254,9 +245,9 @@ SECOND_ORDER = Training(
 """Figures 4 and 5."""
 NORMS = CIFAR["WRN-28-10 (200 epochs)", "cifar10"]
 """Figure 6: p = 2, p = inf with `rho_of_sup_norm`, and random directions."""
-ASCENT_STEPS: Mapping[str, Training] = MappingProxyType(
-    {dataset: CIFAR["WRN-28-10 (200 epochs)", dataset] for dataset in ("cifar10", "cifar100")}
-)
+ASCENT_STEPS: Mapping[str, Training] = {
+    dataset: CIFAR["WRN-28-10 (200 epochs)", dataset] for dataset in ("cifar10", "cifar100")
+}
 """Figure 7 and Table 11, by dataset."""
 ASCENT_STEPS_GRID = (1, 2, 3, 5)
 ASCENT_NUM_RUNS = 20

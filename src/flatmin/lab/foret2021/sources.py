@@ -4,7 +4,6 @@ By item, for the reports. The values that a `Training` holds are not repeated he
 """
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Literal
 
 from flatmin.lab.foret2021 import settings
@@ -21,8 +20,8 @@ def read_blocks(text: str) -> dict[str, Hyperparameters]:
     r"""Read blocks of lines "source | name | value | note" under headings; an indented line continues the one before.
 
     Example:
-        >>> (found,) = read_blocks("[images]\ncode | padding | reflected | of the\n  image")["images"]
-        >>> found.source, found.name, found.value, found.note
+        >>> (one,) = read_blocks("[images]\ncode | padding | reflected | of the\n  image")["images"]
+        >>> one.source, one.name, one.value, one.note
         ('reference code', 'padding', 'reflected', 'of the image')
     """
     blocks: dict[str, list[Hyperparameter]] = {}
@@ -78,7 +77,7 @@ code | Cutout | 16 pixels, one mask for the whole batch
 code | last layer | starts as U(-1/sqrt(classes), 1/sqrt(classes)) | the usual start costs 0.5 % on CIFAR-100
 code | shortcuts | WideResNet: average pooling and zero channels; Shake-Shake: without ReLU
 ours | AutoAugment with Cutout | both | in the reference code Cutout is a separate flag, off by default
-[cifar]
+[table1]
 paper | epochs, WRN-28-10 | 200, 1800 | two rows
 code | epochs, Shake-Shake and PyramidNet+ShakeDrop | 1800 | its first README; today's has them for WRN-28-10
 ours | epochs, PyramidNet | 1800 | not given; as with ShakeDrop
@@ -110,7 +109,7 @@ code | augmentation | random resized crop, flip | as torchvision draws it (the l
 code | evaluation | the central 224 / (224 + 32) of the shorter side
 code | resizing | bicubic | Pillow's, which smooths where images shrink; TensorFlow's does not, and aligns pixels
   in its own way where images grow
-[finetuning]
+[fine-tuning]
 paper | learning rate | b7: 0.016, L2: 0.008 | cosine schedule
 paper | weight decay | 1e-05
 paper | batch size | b7: 1024, L2: 512
@@ -148,7 +147,7 @@ ours | Mixup's alpha | chosen on the validation set | the paper reports the best
 ours | twice the epochs | SGD and Mixup | the paper doubles in Section 3.1 only; never bootstrapped methods
 paper | augmentation | basic | as for all of CIFAR-10
 ours | replicas | {settings.NUM_REPLICAS} | not given for this table
-[landscapes]
+[landscape]
 ours | SGD's model | trained here | the paper's is the checkpoint of Li et al. (2018), shown if its file exists
 [hessian]
 paper | batch norm | none
@@ -157,23 +156,23 @@ ours | epochs looked at | {_grid(settings.HESSIAN_AT_EPOCHS)} | the paper says '
 ours | images | 10,000 of 50,000 | not given; the spectrum is of the loss on these
 ours | Lanczos | 80 steps, 4 random starts | not given; the 5 largest eigenvalues are computed apart
 ours | augmentation | basic | not given
-[m-sharpness]
+[m-and-rho]
 paper | dataset | CIFAR-10 | 'a small ResNet'
 ours | m | {_grid(settings.M_GRID)} | not given
 ours | rho grid | {RHOS} | the figure's values are not given in the text
-[predictive-power]
+[predictive]
 paper | models | the two public tasks of Predicting Generalization in Deep Learning (NeurIPS 2020)
 paper | measure | mutual information between m-sharpness and the generalization gap
 ours | m | {_grid(settings.M_GRID)} | not given
 [second-order]
 paper | dataset | CIFAR-10
 ours | cosine | on one batch, with the L2 term, batch norm's running statistics | not given
-[norms]
+[p-norm]
 paper | dataset | CIFAR-10 | 'a wide ResNet'; the rest is Table 6's
 paper | perturbations | p = 2, p = inf, random of fixed Euclidean norm
 ours | rho grid, p = 2 and random | {RHOS} | the figure's values are not given in the text
 ours | rho grid, p = inf | rho / sqrt(number of parameters) | not given; as long as for p = 2
-[ascent-steps]
+[inner-steps]
 ours | rho | {_grid([t.rho for t in settings.ASCENT_STEPS.values()])} | on CIFAR-10 and CIFAR-100; not given; Table 6's
 ours | model | 'a WideResNet' | WRN-28-10: its errors in Table 1 are near those after one step
 paper | ascent steps | {_grid(settings.ASCENT_STEPS_GRID)}
@@ -187,25 +186,26 @@ ours | noise of the condition | 20 draws, test images | not measured in the pape
 REFERENCE_CODE = _BLOCKS["optimizer"] + _BLOCKS["from scratch"]
 """What all training from scratch has that the paper does not say."""
 
+_PROTOCOL, _SMALL_IMAGES = _BLOCKS["protocol"], _BLOCKS["small images"]
 _TRAININGS: Mapping[str, Hyperparameters] = {
-    "cifar": (*_BLOCKS["protocol"], *_tabulated(settings.CIFAR, "Table 6"), *_BLOCKS["small images"]),
-    "svhn-fashion": (*_BLOCKS["protocol"], *_tabulated(settings.SVHN_FASHION, "Table 7"), *_BLOCKS["small images"]),
+    "table1": (*_PROTOCOL, *_tabulated(settings.CIFAR, "Table 6"), *_SMALL_IMAGES),
+    "svhn-fashion": (*_PROTOCOL, *_tabulated(settings.SVHN_FASHION, "Table 7"), *_SMALL_IMAGES),
     "imagenet": (),
     "label-noise": settings.LABEL_NOISE[20].hyperparameters("rho"),
-    "landscapes": settings.LANDSCAPES.hyperparameters(),
+    "landscape": settings.LANDSCAPES.hyperparameters(),
     "hessian": settings.HESSIAN.hyperparameters(),
-    "m-sharpness": settings.M_SHARPNESS.hyperparameters("rho", "m"),
+    "m-and-rho": settings.M_SHARPNESS.hyperparameters("rho", "m"),
     "second-order": settings.SECOND_ORDER.hyperparameters(),
-    "norms": settings.NORMS.hyperparameters("rho"),
-    "ascent-steps": settings.ASCENT_STEPS["cifar10"].hyperparameters("rho", "model"),
+    "p-norm": settings.NORMS.hyperparameters("rho"),
+    "inner-steps": settings.ASCENT_STEPS["cifar10"].hyperparameters("rho", "model"),
 }
-HYPERPARAMETERS: Mapping[str, Hyperparameters] = MappingProxyType(
-    {item: (*found, *_BLOCKS[item], *REFERENCE_CODE) for item, found in _TRAININGS.items()}
-    | {
-        "finetuning": _BLOCKS["finetuning"] + _BLOCKS["optimizer"],
-        "predictive-power": _BLOCKS["predictive-power"],
-        "bound": _BLOCKS["bound"],
-        "bound-network": settings.NORMS.hyperparameters() + REFERENCE_CODE,
-    }
-)
-"""By item; the rho = 0.05 tables are those of "cifar" and "finetuning", Table 8 is of "label-noise"."""
+HYPERPARAMETERS = {item: (*training, *_BLOCKS[item], *REFERENCE_CODE) for item, training in _TRAININGS.items()}
+HYPERPARAMETERS |= {
+    "rho-0.05": HYPERPARAMETERS["table1"],
+    "noise-and-rho": HYPERPARAMETERS["label-noise"],
+    **dict.fromkeys(("fine-tuning", "fine-tuning-rho-0.05"), _BLOCKS["fine-tuning"] + _BLOCKS["optimizer"]),
+    "predictive": _BLOCKS["predictive"],
+    "bound": _BLOCKS["bound"],
+    "bound-network": settings.NORMS.hyperparameters() + REFERENCE_CODE,
+}
+"""By item."""

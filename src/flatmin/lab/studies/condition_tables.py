@@ -6,14 +6,13 @@ from typing import Any, Literal
 
 from flatmin.lab.spec.experiment import Experiment
 from flatmin.lab.studies.conditions import Condition, MethodResult, better, validation_error
-from flatmin.lab.studies.contrasts import Contrast, Family, verdicts_at
-from flatmin.lab.studies.findings import Cell, Comparison, Findings, Hyperparameter, Table, Verdict, own_settings
+from flatmin.lab.studies.contrasts import Contrast, Family
+from flatmin.lab.studies.findings import Cell, Hyperparameter, Row, Table, Verdict, own_settings
 from flatmin.lab.studies.item import Scale
 from flatmin.lab.studies.printed import Claims
 from flatmin.lab.studies.statistics import mean_and_interval, p_text
 from flatmin.lab.sweeps.jobs import Outcome
 
-Rows = list[list[str | Cell | Comparison]]
 Literature = Mapping[str, Mapping[str, Cell]]
 NOTE = "Mean and 95 % confidence interval (Student's t) over replicas; the paper's numbers next to it."
 NOT_THE_SAME = (
@@ -24,14 +23,11 @@ TRAINING_NOTE = "Over the last epoch, at the weights of each step, with what was
 METRIC_NAMES = {"test_error": "test error", "test_top5_error": "top-5 test error", "train_error": "training error"}
 
 
-def condition_findings(
+def condition_tables(
     entries: Sequence[MethodResult],
-    needed: Sequence[Outcome],
-    *,
-    item: str,
+    claims: Claims,
     scale: Scale,
-    claims: Claims[Any],
-    about_scale: str,
+    *,
     label_columns: Sequence[str],
     layout: Literal["methods in columns", "methods in rows"] = "methods in columns",
     metrics: Sequence[str] = ("test_error",),
@@ -39,18 +35,13 @@ def condition_findings(
     literature: Literature | None = None,
     hyperparameters: Sequence[Hyperparameter] = (),
     further: Sequence[tuple[str, Sequence[Contrast]]] = (),
-    notes: Sequence[str] = (),
-    cut: Sequence[str] = (),
-) -> Findings:
-    """Return what conditions show.
+) -> dict[str, Any]:
+    """Return what conditions show: the tables, verdicts and hyperparameters of `Findings`.
 
     Args:
         entries: what came of each method in each condition; a condition's first method is its baseline.
-        needed: all runs that were asked for.
-        item: its name.
-        scale: at which it was run.
         claims: the paper's numbers.
-        about_scale: what differs from the paper's experiment.
+        scale: at which the conditions were run.
         label_columns: what a condition's labels are.
         layout: the paper's.
         metrics: what is compared, in %.
@@ -58,13 +49,11 @@ def condition_findings(
         literature: what is only cited (methods in rows), by method and column.
         hyperparameters: those that were not chosen here; without, what the methods have in common is listed as ours.
         further: claims on several conditions, with the comparisons that each consists of.
-        notes: in addition to the paper's slips, such as what its text says of the item.
-        cut: what of the paper's item is not run at this scale.
     """
     tables = []
     verdicts: list[Verdict] = []
     compared = {metric: _contrasts(entries, metric) for metric in metrics}
-    planned = [contrast for found in compared.values() for _, _, contrast in found]
+    planned = [contrast for contrasts in compared.values() for _, _, contrast in contrasts]
     family = Family([*planned, *(contrast for _, contrasts in further for contrast in contrasts)])
     where = claims.source.partition(",")[0] + ("" if scale == "paper" else f" at {scale} scale")
     for metric in (*metrics, "train_error"):
@@ -76,8 +65,8 @@ def condition_findings(
         what = METRIC_NAMES[metric].replace("error", "accuracy") if accuracy else METRIC_NAMES[metric]
         note = _note(entries, scale) if metric in metrics else TRAINING_NOTE
         tables.append(Table(title=f"{where}: {what}", columns=columns, rows=rows, note=note))
-        found = compared.get(metric, [])
-        rows = [[e.condition.name, family.comparison(c)] for e, _, c in found if not c.waits]
+        contrasts = compared.get(metric, [])
+        rows = [[e.condition.name, family.comparison(c)] for e, _, c in contrasts if not c.waits]
         if rows:
             tables.append(
                 Table(
@@ -88,33 +77,15 @@ def condition_findings(
                     "comparisons that are planned. A negative difference is a lower error.",
                 )
             )
-        verdicts += [_verdict(entry, c, family, metric) for entry, _, c in found if not c.waits]
-        verdicts += _open_questions(entries, [(e, group) for e, group, c in found if c.waits], metric)
+        verdicts += [_verdict(entry, c, family, metric) for entry, _, c in contrasts if not c.waits]
+        verdicts += _open_questions(entries, [(e, group) for e, group, c in contrasts if c.waits], metric)
     verdicts += [family.judge(claim, contrasts) for claim, contrasts in further]
-    chosen_table = _choices(entries)
-    done = [outcome for outcome in needed if outcome.complete]
-    return Findings(
-        item=item,
-        scale=scale,
-        title=claims.title,
-        source=claims.source,
-        about_scale=about_scale,
-        tables=[*tables, *([chosen_table] if chosen_table else [])],
-        verdicts=verdicts_at(scale, verdicts),
-        hyperparameters=[
-            *_chosen_hyperparameters(entries),
-            *(hyperparameters or own_settings(_experiments(entries))),
-        ],
-        notes=[
-            *(f'The paper says: "{s.claim}" {s.own_numbers}' for s in claims.statements),
-            *claims.notes,
-            *notes,
-        ],
-        cut=cut,
-        runs=list(dict.fromkeys(outcome.job.name for outcome in done)),
-        num_missing=len({outcome.job.name for outcome in needed if not outcome.complete})
-        + sum(entry.chosen is None for entry in entries),
-    )
+    trained = [e.chosen for e in entries if e.chosen is not None] or [e.condition.start for e in entries]
+    return {
+        "tables": tables + _choices(entries),
+        "verdicts": verdicts,
+        "hyperparameters": [*_chosen_hyperparameters(entries), *(hyperparameters or own_settings(trained))],
+    }
 
 
 def _note(entries: Sequence[MethodResult], scale: Scale) -> str:
@@ -124,69 +95,51 @@ def _note(entries: Sequence[MethodResult], scale: Scale) -> str:
 
 def _cell(entry: MethodResult, metric: str, accuracy: bool) -> Cell:
     claimed = entry.condition.claimed.get((entry.method.name, metric))
-    by_seed = sorted(entry.values(metric).items())
-    values = tuple(100 - value if accuracy else value for _, value in by_seed)
-    names = {outcome.job.seed: outcome.job.name for outcome in entry.replicas}
-    return Cell(
-        claimed=claimed.printed() if claimed is not None else None,
-        measured=mean_and_interval(values) if values else None,
-        values=values,
-        runs=tuple(names[seed] for seed, _ in by_seed),
+    values = {seed: 100 - value if accuracy else value for seed, value in sorted(entry.values(metric).items())}
+    return entry.replicas.cell_of(
+        values,
+        claimed=None if claimed is None else claimed.printed(),
         note=entry.incomplete_reason if values else None,
     )
 
 
 def _methods_in_columns(
     entries: Sequence[MethodResult], cells: dict[tuple[str, str], Cell], label_columns: Sequence[str]
-) -> tuple[list[str], Rows]:
-    shown = _shown_contests(entries, cells)
-    methods = list(dict.fromkeys(e.method.name for e in entries))
-    columns = list(dict.fromkeys(c.column for c in shown))
-    present = {(c.column, e.method.name) for c in shown for e in entries if e.condition.name == c.name}
+) -> tuple[list[str], list[Row]]:
+    shown = {(c.labels, c.column): c.name for c in _shown_conditions(entries, cells)}
+    columns, methods = (dict.fromkeys(names) for names in ((c for _, c in shown), (e.method.name for e in entries)))
+    present = {(e.condition.column, e.method.name) for e in entries if e.condition.name in shown.values()}
     pairs = [(column, method) for column in columns for method in methods if (column, method) in present]
-    header = [*label_columns, *(f"{column}: {method}" for column, method in pairs)]
-    rows: Rows = []
-    for labels in dict.fromkeys(c.labels for c in shown):
-        row: list[str | Cell | Comparison] = [*labels]
-        by_column = {c.column: c for c in shown if c.labels == labels}
-        for column, method in pairs:
-            condition = by_column.get(column)
-            row.append(cells.get((condition.name, method), Cell()) if condition is not None else Cell())
-        rows.append(row)
-    return header, rows
+    rows: list[Row] = [
+        [*labels, *(cells.get((shown.get((labels, column), ""), method), Cell()) for column, method in pairs)]
+        for labels in dict.fromkeys(labels for labels, _ in shown)
+    ]
+    return [*label_columns, *(f"{column}: {method}" for column, method in pairs)], rows
 
 
 def _methods_in_rows(
     entries: Sequence[MethodResult], cells: dict[tuple[str, str], Cell], literature: Literature
-) -> tuple[list[str], Rows]:
-    conditions = _shown_contests(entries, cells)
+) -> tuple[list[str], list[Row]]:
+    conditions = _shown_conditions(entries, cells)
     methods = list(dict.fromkeys(e.method.name for e in entries))
-    cited: Rows = [[method, *(by.get(c.column, Cell()) for c in conditions)] for method, by in literature.items()]
-    rows: Rows = [[method, *(cells.get((c.name, method), Cell()) for c in conditions)] for method in methods]
+    cited: list[Row] = [[method, *(by.get(c.column, Cell()) for c in conditions)] for method, by in literature.items()]
+    rows: list[Row] = [[method, *(cells.get((c.name, method), Cell()) for c in conditions)] for method in methods]
     return ["method", *(c.column for c in conditions)], [*cited, *rows]
 
 
-def _shown_contests(entries: Sequence[MethodResult], cells: dict[tuple[str, str], Cell]) -> list[Condition]:
+def _shown_conditions(entries: Sequence[MethodResult], cells: dict[tuple[str, str], Cell]) -> list[Condition]:
     """Return the conditions with anything measured, or all of them where there is nothing at all."""
     conditions = {e.condition.name: e.condition for e in entries}
     measured = {name for (name, _), cell in cells.items() if cell.measured is not None}
     return [c for name, c in conditions.items() if name in measured or not measured]
 
 
-def _rivals(entries: Sequence[MethodResult]) -> list[tuple[MethodResult, list[MethodResult]]]:
-    """Return each method with the group of methods that it is compared with, for each such group."""
-    by_name = {(e.condition.name, e.method.name): e for e in entries}
-    return [
-        (entry, [by_name[entry.condition.name, name] for name in group])
-        for entry in entries
-        for group in entry.method.against
-    ]
-
-
 def _contrasts(entries: Sequence[MethodResult], metric: str) -> list[tuple[MethodResult, list[MethodResult], Contrast]]:
     """Contrast each method with each group of rivals; with no pairs until all replicas of all of them exist."""
-    found = []
-    for entry, group in _rivals(entries):
+    by_name = {(e.condition.name, e.method.name): e for e in entries}
+    contrasts = []
+    for entry, names in ((e, names) for e in entries for names in e.method.against):
+        group = [by_name[entry.condition.name, name] for name in names]
         missing = any(e.incomplete_reason for e in (entry, *group))
         rival = group[0] if missing else better(group, metric)
         contrast = Contrast(
@@ -195,11 +148,11 @@ def _contrasts(entries: Sequence[MethodResult], metric: str) -> list[tuple[Metho
             higher_name=rival.method.name,
             lower={} if missing else entry.values(metric),
             higher={} if missing else rival.values(metric),
-            num_asked=len(entry.replicas),
-            runs=tuple(outcome.job.name for e in (rival, entry) for outcome in e.replicas),
+            num_asked=len(entry.replicas.outcomes),
+            runs=tuple(outcome.job.name for e in (rival, entry) for outcome in e.replicas.outcomes),
         )
-        found.append((entry, group, contrast))
-    return found
+        contrasts.append((entry, group, contrast))
+    return contrasts
 
 
 def _open_questions(
@@ -207,13 +160,13 @@ def _open_questions(
 ) -> list[Verdict]:
     """Return a verdict for each comparison that waits for runs, in conditions that have begun."""
     begun = {e.condition.name for e in entries if e.values(metric)}
-    found = []
+    verdicts = []
     for entry, group in waiting:
         missing = [e.incomplete_reason for e in (entry, *group) if e.incomplete_reason is not None]
         if missing and (entry.condition.name in begun or not begun):
             claim = _claim(entry, group[0].method.name, metric)
-            found.append(Verdict(claim=claim, status="not tested", evidence=f"Not yet: {'; '.join(missing)}."))
-    return found
+            verdicts.append(Verdict(claim=claim, status="not tested", evidence=f"Not yet: {'; '.join(missing)}."))
+    return verdicts
 
 
 def _claim(entry: MethodResult, rival: str, metric: str) -> str:
@@ -232,27 +185,21 @@ def _verdict(entry: MethodResult, contrast: Contrast, family: Family, metric: st
     )
 
 
-def _experiments(entries: Sequence[MethodResult]) -> list[Experiment]:
-    """Return what is trained, as far as it is chosen; what the choices start from where nothing is."""
-    return [e.chosen for e in entries if e.chosen is not None] or [e.condition.start for e in entries]
-
-
-def _choices(entries: Sequence[MethodResult]) -> Table | None:
-    rows: Rows = [
+def _choices(entries: Sequence[MethodResult]) -> list[Table]:
+    rows: list[Row] = [
         [entry.condition.name, entry.method.name, setting_of(e), _error(outcome), "chosen" if e is entry.chosen else ""]
         for entry in entries
         for e, outcome in entry.tried
         if any(validation_error(known) is not None for _, known in entry.tried)
     ]
-    if not rows:
-        return None
-    return Table(
+    table = Table(
         title="What was chosen on the validation split",
         columns=("condition", "method", "setting", "validation error", ""),
         folded=True,
         rows=rows,
         note="One run each, with a seed that none of the replicas has; the test set was not used.",
     )
+    return [table] if rows else []
 
 
 def setting_of(experiment: Experiment) -> str:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from statistics import mean
 
 from flatmin.lab.spec.experiment import Experiment
-from flatmin.lab.studies.contrasts import metric_by_seed
 from flatmin.lab.studies.printed import Claimed
+from flatmin.lab.studies.replicas import RecordingRunner, Replicas
 from flatmin.lab.sweeps.jobs import Job, Outcome
 from flatmin.lab.sweeps.runners import Runner
 
@@ -25,6 +25,7 @@ VALIDATION = 0.1
 SEEDS = tuple(range(NUM_REPLICAS))
 TUNING_SEED = 1000
 """Of the runs that choose: none of the replicas' seeds."""
+Candidates = Callable[[Experiment], Sequence[Experiment]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,7 @@ class Method:
     """One way to train."""
 
     name: str
-    candidates: Callable[[Experiment], Sequence[Experiment]]
+    candidates: Candidates
     """What to choose from, given the choice of the method ``after`` (or the condition's start)."""
     after: str | None = None
     """Which method's choice the candidates are variants of; None: of the condition's start."""
@@ -42,7 +43,12 @@ class Method:
 
 def double_epochs(method: Method) -> Method:
     """Return a method that trains for twice as many epochs, with the same settings."""
-    return Method(name=f"{method.name}, twice the epochs", candidates=_doubled, after=method.name)
+
+    def doubled(base: Experiment) -> list[Experiment]:
+        factor = BASELINE_EPOCHS_FACTOR
+        return [replace(base, epochs=factor * base.epochs, evaluate_every=factor * base.evaluate_every)]
+
+    return Method(name=f"{method.name}, twice the epochs", candidates=doubled, after=method.name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,77 +80,67 @@ class MethodResult:
     method: Method
     chosen: Experiment | None
     """None: nothing was chosen yet."""
-    tried: tuple[tuple[Experiment, Outcome], ...]
+    tried: Sequence[tuple[Experiment, Outcome]]
     """The candidates and what came of the runs that choose among them; empty where there was no choice."""
-    replicas: tuple[Outcome, ...]
+    replicas: Replicas
 
     def values(self, metric: str) -> dict[int, float]:
         """Return a metric, in %, by seed."""
-        return metric_by_seed(self.replicas, metric)
+        return self.replicas.by_seed(metric)
 
     @property
     def incomplete_reason(self) -> str | None:
         """Why nothing can be concluded from it yet; None if all replicas exist."""
         if self.chosen is None:
             return f"no setting of {self.method.name} is chosen yet"
-        lost = sum(outcome.failure is not None for outcome in self.replicas)
+        outcomes = self.replicas.outcomes
+        lost = sum(outcome.failure is not None for outcome in outcomes)
         if lost:
-            return f"{lost} of {len(self.replicas)} replicas of {self.method.name} failed"
-        found = sum(outcome.result is not None for outcome in self.replicas)
-        if found < len(self.replicas):
-            return f"{found} of {len(self.replicas)} replicas of {self.method.name} are available"
+            return f"{lost} of {len(outcomes)} replicas of {self.method.name} failed"
+        if len(self.replicas.runs) < len(outcomes):
+            return f"{len(self.replicas.runs)} of {len(outcomes)} replicas of {self.method.name} are available"
         return None
 
 
 def run_conditions(
     conditions: Sequence[Condition], runner: Runner, item: str, seeds: Sequence[int] = SEEDS
-) -> tuple[list[MethodResult], list[Outcome]]:
-    """Choose, train and return what came of each method in each condition, and all runs that were needed."""
-    needed: list[Outcome] = []
+) -> list[MethodResult]:
+    """Choose, train and return what came of each method in each condition."""
+    ask = RecordingRunner(runner).replicas
+    options: dict[tuple[str, str], list[Experiment]] = {}
+    trials: dict[tuple[str, str], Replicas] = {}
     chosen: dict[tuple[str, str], Experiment] = {}
-    tried: dict[tuple[str, str], tuple[tuple[Experiment, Outcome], ...]] = {}
-    waiting = [(condition, method) for condition in conditions for method in condition.methods]
-    while ready := [(c, m) for c, m in waiting if m.after is None or (c.name, m.after) in chosen]:
-        waiting = [pair for pair in waiting if pair not in ready]
-        options = {}
-        for condition, method in ready:
-            origin = condition.start if method.after is None else chosen[condition.name, method.after]
+    methods = {(c.name, m.name): (c, m) for c in conditions for m in c.methods}
+    while ready := {
+        key: (c, m)
+        for key, (c, m) in methods.items()
+        if key not in options and (m.after is None or (c.name, m.after) in chosen)
+    }:
+        for key, (condition, method) in ready.items():
+            start = condition.start if method.after is None else chosen[condition.name, method.after]
             name = "/".join((item, *condition.labels, condition.column, method.name))
-            options[condition.name, method.name] = [replace(e, name=name) for e in method.candidates(origin)]
-        tuning_epochs = {condition.name: condition.tuning_epochs for condition in conditions}
+            options[key] = [replace(e, name=name) for e in method.candidates(start)]
         jobs = {
-            key: [tuning_job(e, tuning_epochs[key[0]]) for e in found]
-            for key, found in options.items()
-            if len(found) > 1
+            key: [tuning_job(e, condition.tuning_epochs) for e in options[key]]
+            for key, (condition, _) in ready.items()
+            if len(options[key]) > 1
         }
-        asked = [job for found in jobs.values() for job in found]
-        outcomes = runner.outcomes(asked, f"{item}: choosing settings") if asked else []
-        needed += outcomes
-        by_name = {outcome.job.name: outcome for outcome in outcomes}
-        for key, experiments in options.items():
-            if key not in jobs:
-                chosen[key] = experiments[0]
-                continue
-            tried[key] = tuple((e, by_name[job.name]) for e, job in zip(experiments, jobs[key], strict=True))
-            best = best_candidate(experiments, [outcome for _, outcome in tried[key]])
+        trials |= ask(jobs, f"{item}: choosing settings") if jobs else {}
+        for key in ready:
+            best = best_candidate(options[key], trials[key].outcomes) if key in trials else options[key][0]
             if best is not None:
                 chosen[key] = best
-    jobs_of = {key: [Job(experiment=experiment, seed=seed) for seed in seeds] for key, experiment in chosen.items()}
-    asked = [job for jobs in jobs_of.values() for job in jobs]
-    found = dict(zip([job.name for job in asked], runner.outcomes(asked, f"{item}: replicas"), strict=True))
-    needed += found.values()
-    entries = [
+    replicas = ask({key: [Job(experiment=e, seed=s) for s in seeds] for key, e in chosen.items()}, f"{item}: replicas")
+    return [
         MethodResult(
             condition=condition,
             method=method,
-            chosen=chosen.get((condition.name, method.name)),
-            tried=tried.get((condition.name, method.name), ()),
-            replicas=tuple(found[job.name] for job in jobs_of.get((condition.name, method.name), ())),
+            chosen=chosen.get(key),
+            tried=list(zip(options[key], trials[key].outcomes, strict=True)) if key in trials else (),
+            replicas=Replicas(method.name, replicas[key].outcomes if key in replicas else ()),
         )
-        for condition in conditions
-        for method in condition.methods
+        for key, (condition, method) in methods.items()
     ]
-    return entries, needed
 
 
 def better(entries: Sequence[MethodResult], metric: str) -> MethodResult:
@@ -152,12 +148,12 @@ def better(entries: Sequence[MethodResult], metric: str) -> MethodResult:
     return min(entries, key=lambda entry: mean(entry.values(metric).values()))
 
 
-def with_rho(rhos: Sequence[float], m: int | None = None) -> Callable[[Experiment], list[Experiment]]:
+def with_rho(rhos: Sequence[float], m: int | None = None) -> Candidates:
     """Return a method's candidates: SAM with each rho, in the setting of the baseline."""
     return lambda base: [replace(base, optim=replace(base.optim, rho=rho, m=m)) for rho in rhos]
 
 
-def with_rates(lrs: Sequence[float], decays: Sequence[float]) -> Callable[[Experiment], list[Experiment]]:
+def with_rates(lrs: Sequence[float], decays: Sequence[float]) -> Candidates:
     """Return the baseline's candidates: each learning rate with each weight decay."""
     return lambda base: [
         replace(base, optim=replace(base.optim, lr=lr, weight_decay=decay)) for lr in lrs for decay in decays
@@ -169,12 +165,12 @@ def no_tuning(base: Experiment) -> list[Experiment]:
     return [base]
 
 
-def with_m(m: int) -> Callable[[Experiment], list[Experiment]]:
+def with_m(m: int) -> Candidates:
     """Return the one candidate of a method that is trained by micro-batches."""
     return lambda base: [replace(base, optim=replace(base.optim, m=m))]
 
 
-def baselines(candidates: Callable[[Experiment], Sequence[Experiment]]) -> tuple[Method, Method]:
+def baselines(candidates: Candidates) -> tuple[Method, Method]:
     """Return SGD with its choice of settings, and SGD for twice as many epochs."""
     sgd = Method(name="SGD", candidates=candidates)
     return sgd, double_epochs(sgd)
@@ -194,19 +190,12 @@ def sam_and_small_m(rhos: Sequence[float], m: int) -> tuple[Method, ...]:
     )
 
 
-def by_micro_batches(
-    candidates: Callable[[Experiment], Sequence[Experiment]], rhos: Sequence[float], m: int
-) -> tuple[Method, ...]:
+def by_micro_batches(candidates: Candidates, rhos: Sequence[float], m: int) -> tuple[Method, ...]:
     """Return SGD, SGD for twice as many epochs, and SAM, all by micro-batches of m, as on the paper's accelerators."""
     sgd = Method(name=f"SGD, m = {m}", candidates=lambda base: [e for c in candidates(base) for e in with_m(m)(c)])
     longer = double_epochs(sgd)
     sam = Method(name=f"SAM, m = {m}", candidates=with_rho(rhos, m), after=sgd.name, against=((sgd.name, longer.name),))
     return sgd, longer, sam
-
-
-def _doubled(base: Experiment) -> list[Experiment]:
-    factor = BASELINE_EPOCHS_FACTOR
-    return [replace(base, epochs=factor * base.epochs, evaluate_every=factor * base.evaluate_every)]
 
 
 def tuning_job(experiment: Experiment, epochs: int | None = None) -> Job:
@@ -228,4 +217,4 @@ def validation_error(outcome: Outcome) -> float | None:
     """Return by what a candidate is chosen, in %: None if it is not known, infinite if training diverged."""
     if outcome.failure is not None:
         return math.inf if outcome.final else None
-    return metric_by_seed([outcome], "valid_error").get(outcome.job.seed)
+    return Replicas("", [outcome]).by_seed("valid_error").get(outcome.job.seed)

@@ -5,7 +5,7 @@ A study returns these; ``report`` turns them into a page. Nothing here knows abo
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from flatmin.lab.spec.experiment import Experiment
@@ -52,6 +52,9 @@ class Comparison:
     """The difference for each pair."""
     runs: tuple[str, ...] = ()
     """The runs it comes from, by the names of their directories."""
+
+
+Row = list[str | Cell | Comparison]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +166,7 @@ class Findings:
     """Slips of the paper, departures, warnings."""
     cut: Sequence[str] = ()
     """What of the paper's item is not run at this scale, and why."""
-    runs: Sequence[str] = field(default=())
+    runs: Sequence[str] = ()
     """All runs of the study, by the names of their directories, those that chose hyperparameters included."""
     num_missing: int = 0
     """Runs that the study needs and that are not there."""

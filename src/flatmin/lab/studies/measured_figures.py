@@ -1,12 +1,12 @@
 """Figures of what was measured: spectra of the Hessian, and losses around the weights, of one replica per method."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable
 
 import numpy as np
 
-from flatmin.lab.studies.contrasts import run_names
 from flatmin.lab.studies.findings import LineFigure, Series, Surface, SurfaceFigure
+from flatmin.lab.studies.replicas import Replicas
 from flatmin.lab.sweeps.jobs import Measurement, Outcome
 from flatmin.measures.spectrum import SpectralDensity
 
@@ -17,12 +17,12 @@ LOWEST_HEIGHT = 1e-6
 """Losses are drawn on a logarithmic scale, which has no 0."""
 
 
-def density_figures(outcomes: Mapping[str, Outcome], spectrum: Measurement, title: str) -> list[LineFigure]:
-    """Return the spectral densities of all methods on one axis; nothing if none was measured."""
-    shown = {method: outcome for method, outcome in outcomes.items() if spectrum in outcome.measured}
-    if not shown:
+def density_figures(methods: Iterable[Replicas], spectrum: Measurement, title: str) -> list[LineFigure]:
+    """Return the spectral densities of all methods' first replicas on one axis; nothing if none was measured."""
+    first = _measured_first(methods, spectrum)
+    if not first:
         return []
-    facts = {method: outcome.measured[spectrum] for method, outcome in shown.items()}
+    facts = {method: outcome.measured[spectrum] for method, outcome in first.items()}
     nodes = np.concatenate([f["nodes"] for f in facts.values()])
     low, high = float(nodes.min()), float(nodes.max())
     sigma = max(0.01 * (high - low), 1e-9)
@@ -32,37 +32,37 @@ def density_figures(outcomes: Mapping[str, Outcome], spectrum: Measurement, titl
         density = SpectralDensity(np.asarray(f["nodes"]), np.asarray(f["weights"])).density(grid, sigma)
         heights = [max(float(value), DENSITY_FLOOR) for value in density]
         series.append(Series(name=method, x=grid.tolist(), y=heights, mode="lines"))
-    return [
-        LineFigure(
-            title=title,
-            x_label="eigenvalue",
-            y_label="density",
-            series=series,
-            log_y=True,
-            note=f"Stochastic Lanczos quadrature, smoothed with a Gaussian of width {sigma:.2g}. Where a curve is at "
-            f"{DENSITY_FLOOR:g} there is nothing.",
-            runs=run_names(shown.values()),
-        )
-    ]
+    figure = LineFigure(
+        title=title,
+        x_label="eigenvalue",
+        y_label="density",
+        series=series,
+        log_y=True,
+        note=f"Stochastic Lanczos quadrature, smoothed with a Gaussian of width {sigma:.2g}. Where a curve is at "
+        f"{DENSITY_FLOOR:g} there is nothing.",
+        runs=tuple(outcome.job.name for outcome in first.values()),
+    )
+    return [figure]
 
 
-def landscape_figures(outcomes: Mapping[str, Outcome], landscape: Measurement, title: str) -> list[SurfaceFigure]:
-    """Return the losses around the weights of all methods, side by side; nothing if none was measured."""
-    shown = {method: outcome for method, outcome in outcomes.items() if landscape in outcome.measured}
-    if not shown:
-        return []
+def landscape_figures(methods: Iterable[Replicas], landscape: Measurement, title: str) -> list[SurfaceFigure]:
+    """Return the losses around the weights of all methods' first replicas; nothing if none was measured."""
+    first = _measured_first(methods, landscape)
     surfaces = []
-    for method, outcome in shown.items():
+    for method, outcome in first.items():
         facts = outcome.measured[landscape]
         heights = [[max(v, LOWEST_HEIGHT) if math.isfinite(v) else math.nan for v in row] for row in facts["loss"]]
         surfaces.append(Surface(name=method, coordinates=facts["coordinates"], height=heights))
-    return [
-        SurfaceFigure(
-            title=title,
-            height_label="training loss",
-            surfaces=surfaces,
-            log_height=True,
-            note="The same random directions for all methods, scaled to the filters of each model.",
-            runs=run_names(shown.values()),
-        )
-    ]
+    figure = SurfaceFigure(
+        title=title,
+        height_label="training loss",
+        surfaces=surfaces,
+        log_height=True,
+        note="The same random directions for all methods, scaled to the filters of each model.",
+        runs=tuple(outcome.job.name for outcome in first.values()),
+    )
+    return [figure] if surfaces else []
+
+
+def _measured_first(methods: Iterable[Replicas], measurement: Measurement) -> dict[str, Outcome]:
+    return {m.name: m.outcomes[0] for m in methods if m.outcomes and measurement in m.outcomes[0].measured}

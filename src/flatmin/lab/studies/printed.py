@@ -1,11 +1,9 @@
 """The words in which a publication's claims are kept: numbers as printed, statements, and where they stand."""
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
-
-Key = TypeVar("Key")
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 _PRINTED = re.compile(
     r"(?P<qualifier>approximately|up to|about)?\s*(?P<mean>\d+(?:\.\d+)?)"
@@ -83,23 +81,32 @@ class Statement:
     """What the publication's own numbers say of it."""
 
 
+Cells = Mapping[tuple[Any, ...], Claimed]
+
+
 @dataclass(frozen=True, kw_only=True)
-class Claims(Generic[Key]):
+class Claims:
     """The numbers of one table, or of one place in the text, and what is claimed of them."""
 
     source: str
     """Where they stand, for example "Table 1, Section 3.1"."""
     title: str
-    metric: str
+    metric: str = ""
     """What the numbers are, with their unit."""
-    cells: Mapping[Key, Claimed]
+    cells: Cells = field(default_factory=dict)
+    """By the labels of the row and of the column, the method last."""
     statements: tuple[Statement, ...] = ()
     notes: tuple[str, ...] = ()
     """Slips and oddities; the numbers are verbatim all the same."""
 
-    def __getitem__(self, key: Key) -> Claimed:
+    def __getitem__(self, key: tuple[Any, ...]) -> Claimed:
         """Return one number."""
         return self.cells[key]
+
+    def errors(self, *labels: Any, sgd: str = "SGD", sam: str = "SAM") -> dict[tuple[str, str], Claimed]:
+        """Return the errors without and with SAM of one condition, by what the methods are called here."""
+        keys = {sgd: (*labels, "sgd"), sam: (*labels, "sam")}
+        return {(name, "test_error"): self[key] for name, key in keys.items()}
 
 
 def table_rows(text: str) -> Iterator[list[str]]:
@@ -112,6 +119,31 @@ def table_rows(text: str) -> Iterator[list[str]]:
     for line in text.strip().splitlines():
         if not line.startswith("#"):
             yield [column.strip() for column in line.split("|")]
+
+
+def read_cells(text: str, columns: Iterable[tuple[Any, ...]], spread: Literal["ci", "std"] = "ci") -> Cells:
+    r"""Read a table of numbers as printed; "-" is an empty cell.
+
+    Args:
+        text: the labels of each row, then a number for each column.
+        columns: the labels of each column; of one without any, the cells are left out.
+        spread: what a "±" stands for.
+
+    Example:
+        >>> [(key, number.mean) for key, number in read_cells("wrn | 200 | 2.7 | -", [("sam",), ("sgd",)]).items()]
+        [(('wrn', 200, 'sam'), 2.7)]
+    """
+    columns = list(columns)
+    return {
+        (*map(_label, row[: -len(columns)]), *column): Claimed.read(number, spread)
+        for row in table_rows(text)
+        for column, number in zip(columns, row[-len(columns) :], strict=True)
+        if column and number != "-"
+    }
+
+
+def _label(text: str) -> str | float:
+    return int(text) if text.isdigit() else float(text) if re.fullmatch(r"\d+\.\d+", text) else text
 
 
 def _decimal_places(number: str) -> int:

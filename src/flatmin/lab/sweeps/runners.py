@@ -1,6 +1,6 @@
 """Where studies get their runs from: a sweep that runs what is missing, or a directory that is only read."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -81,45 +81,6 @@ class DryRunner:
                 experiment=job.experiment, seed=job.seed, directory=Path(job.name), history=lines, time_seconds=0.0
             ),
         )
-
-
-class RecordingRunner:
-    """A runner that remembers what a study asked it for."""
-
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
-        self._incomplete: dict[str, bool] = {}
-        self._problems: dict[str, str] = {}
-
-    def outcomes(self, jobs: Sequence[Job], what: str) -> list[Outcome]:
-        """Return the outcome of each job, in the same order."""
-        found = self._runner.outcomes(jobs, what)
-        for outcome in found:
-            name = outcome.job.name
-            self._incomplete[name] = self._incomplete.get(name, False) or not outcome.complete
-            if outcome.failure is not None:
-                self._problems[name] = outcome.failure
-        return found
-
-    def replicas(self, groups: Mapping[str, Sequence[Job]], what: str) -> dict[str, list[Outcome]]:
-        """Return the outcomes of several groups of jobs, asked for at once, so that all can run side by side."""
-        found = iter(self.outcomes([job for jobs in groups.values() for job in jobs], what))
-        return {name: [next(found) for _ in jobs] for name, jobs in groups.items()}
-
-    @property
-    def runs(self) -> tuple[str, ...]:
-        """All runs that were asked for, by the names of their directories."""
-        return tuple(self._incomplete)
-
-    @property
-    def num_missing(self) -> int:
-        """How many of them are not there, or not measured in full."""
-        return sum(self._incomplete.values())
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What became of runs that failed."""
-        return tuple(f"{name} failed: {problem}" for name, problem in self._problems.items())
 
 
 def label(job: Job) -> str:

@@ -4,33 +4,15 @@ Tables 6 and 7 are hyperparameters, which `settings` has.
 """
 
 from itertools import product
-from types import MappingProxyType
-from typing import NamedTuple
 
-from flatmin.lab.foret2021.claims.tables import NOISE_PERCENT, FinetuningCell, classification_cells, statements
-from flatmin.lab.studies.printed import Claimed, Claims, table_rows
-
-
-class RhoNoiseCell(NamedTuple):
-    """A cell of Table 8."""
-
-    rho: float
-    noise_percent: int
-
-
-class AscentCell(NamedTuple):
-    """A cell of Table 11; `metric` is "test_error" or "sharpness"."""
-
-    num_steps: int
-    dataset: str
-    metric: str
-
+from flatmin.lab.foret2021.claims.tables import METHODS, NOISE_PERCENT, statements
+from flatmin.lab.studies.printed import Claims, read_cells
 
 SVHN_FASHION = Claims(
     source="Table 5, Appendix B.1",
     title="SVHN and Fashion-MNIST",
     metric="test error, %, mean and 95 % confidence interval",
-    cells=classification_cells(
+    cells=read_cells(
         """
 # model                 | augment     | SVHN SAM    | baseline    | Fashion-MNIST SAM | baseline
 Wide-ResNet-28-10       | basic       | 1.42 ± 0.02 | 1.58 ± 0.03 | 3.98 ± 0.05       | 4.57 ± 0.07
@@ -38,7 +20,7 @@ Wide-ResNet-28-10       | autoaugment | 0.99 ± 0.01 | 1.14 ± 0.04 | 3.61 ± 0.
 Shake-Shake (26 2x96d)  | basic       | 1.44 ± 0.02 | 1.58 ± 0.05 | 3.97 ± 0.09       | 4.37 ± 0.06
 Shake-Shake (26 2x96d)  | autoaugment | 1.07 ± 0.02 | 1.03 ± 0.02 | 3.59 ± 0.01       | 3.76 ± 0.07
 """,
-        ("svhn", "fashion-mnist"),
+        product(("svhn", "fashion-mnist"), METHODS),
     ),
     statements=statements(
         "SAM's test error is below the baseline's on SVHN and Fashion-MNIST.",
@@ -55,7 +37,12 @@ Shake-Shake (26 2x96d)  | autoaugment | 1.07 ± 0.02 | 1.03 ± 0.02 | 3.59 ± 0.
     ),
 )
 
-_VALIDATION = """
+NOISE_VALIDATION = Claims(
+    source="Table 8, Appendix C.1",
+    title="Bootstrapped SAM over rho and noise level",
+    metric="error on a clean validation set, %",
+    cells=read_cells(
+        """
 # rho | 20 % | 40 % | 60 % | 80 %
 0     | 15.0 | 31.2 | 52.3 | 73.5
 0.01  | 13.7 | 28.7 | 50.1 | 72.9
@@ -64,18 +51,8 @@ _VALIDATION = """
 0.1   | 4.6  | 6.0  | 8.7  | 56.1
 0.2   | 5.3  | 7.4  | 23.3 | 77.1
 0.5   | 17.6 | 40.9 | 80.1 | 89.9
-"""
-
-NOISE_VALIDATION = Claims(
-    source="Table 8, Appendix C.1",
-    title="Bootstrapped SAM over rho and noise level",
-    metric="error on a clean validation set, %",
-    cells=MappingProxyType(
-        {
-            RhoNoiseCell(float(rho), percent): Claimed.read(number)
-            for rho, *numbers in table_rows(_VALIDATION)
-            for percent, number in zip(NOISE_PERCENT, numbers, strict=True)
-        }
+""",
+        product(NOISE_PERCENT),
     ),
     statements=statements(
         "With noisy labels the best rho is 0.1, and 0.05 with 80 % noise; both beat training without SAM.",
@@ -91,7 +68,7 @@ CIFAR_RHO_005 = Claims(
     source="Table 9, Appendix C.3",
     title="CIFAR-10 and CIFAR-100 with rho = 0.05 throughout",
     metric="test error, %",
-    cells=classification_cells(
+    cells=read_cells(
         """
 # model                 | augment     | CIFAR-10 rho=0.05 | SGD | CIFAR-100 rho=0.05 | SGD
 WRN-28-10 (200 epochs)  | basic       | 2.7               | 3.5 | 16.5               | 18.8
@@ -110,7 +87,7 @@ PyramidNet+ShakeDrop    | basic       | 2.1               | 2.5 | 13.3          
 PyramidNet+ShakeDrop    | cutout      | 1.6               | 1.9 | 11.3               | 11.8
 PyramidNet+ShakeDrop    | autoaugment | 1.4               | 1.6 | 10.3               | 10.6
 """,
-        ("cifar10", "cifar100"),
+        product(("cifar10", "cifar100"), METHODS),
     ),
     statements=statements(
         "With rho = 0.05 and no tuning, SAM's test error is below SGD's in each of the 30 conditions.",
@@ -127,7 +104,12 @@ PyramidNet+ShakeDrop    | autoaugment | 1.4               | 1.6 | 10.3          
     ),
 )
 
-_FINETUNING_RHO_005 = """
+FINETUNING_RHO_005 = Claims(
+    source="Table 10, Appendix C.3",
+    title="Fine-tuning EfficientNet-b7 with rho = 0.05 throughout",
+    metric="top-1 test error, %",
+    cells=read_cells(
+        """
 # dataset  | b7 + SAM (optimal) | b7 + SAM (rho=0.05) | b7
 aircraft   | 6.80               | 7.06                | 8.15
 flowers102 | 0.63               | 0.81                | 1.16
@@ -137,18 +119,8 @@ cifar10    | 0.88               | 0.88                | 0.95
 cifar100   | 7.44               | 7.56                | 7.68
 birdsnap   | 13.64              | 13.64               | 14.30
 food101    | 7.02               | 7.06                | 7.17
-"""
-
-FINETUNING_RHO_005 = Claims(
-    source="Table 10, Appendix C.3",
-    title="Fine-tuning EfficientNet-b7 with rho = 0.05 throughout",
-    metric="top-1 test error, %",
-    cells=MappingProxyType(
-        {
-            FinetuningCell(dataset, "efficientnet-b7", method): Claimed.read(number)
-            for dataset, *numbers in table_rows(_FINETUNING_RHO_005)
-            for method, number in zip(("sam", "sam-0.05", "sgd"), numbers, strict=True)
-        }
+""",
+        (("efficientnet-b7", "sam, best rho"), ("efficientnet-b7", "sam"), ("efficientnet-b7", "sgd")),
     ),
     statements=statements(
         "With rho = 0.05 and no tuning, fine-tuning with SAM has a lower error than without on each dataset.",
@@ -156,27 +128,21 @@ FINETUNING_RHO_005 = Claims(
     ),
 )
 
-_ASCENT = """
-# steps | CIFAR-10 test error | sharpness   | CIFAR-100 test error | sharpness
-1       | 2.77 ± 0.03         | 0.17 ± 0.03 | 16.72 ± 0.08         | 0.82 ± 0.05
-2       | 2.76 ± 0.03         | 0.82 ± 0.03 | 16.59 ± 0.08         | 1.83 ± 0.05
-3       | 2.73 ± 0.04         | 1.49 ± 0.05 | 16.62 ± 0.09         | 2.36 ± 0.03
-5       | 2.77 ± 0.03         | 2.26 ± 0.05 | 16.60 ± 0.06         | 2.82 ± 0.04
-"""
-
 ASCENT_STEPS = Claims(
     source="Table 11, Appendix C.6",
     title="Several steps of the inner maximization",
     metric="test error, and sharpness max L(w + eps) - L(w) with L the error rate on the batch, %; mean and standard "
     "deviation of 20 runs",
-    cells=MappingProxyType(
-        {
-            AscentCell(int(steps), dataset, metric): Claimed.read(number, spread="std")
-            for steps, *numbers in table_rows(_ASCENT)
-            for (dataset, metric), number in zip(
-                product(("cifar10", "cifar100"), ("test_error", "sharpness")), numbers, strict=True
-            )
-        }
+    cells=read_cells(
+        """
+# steps | CIFAR-10 test error | sharpness   | CIFAR-100 test error | sharpness
+1       | 2.77 ± 0.03         | 0.17 ± 0.03 | 16.72 ± 0.08         | 0.82 ± 0.05
+2       | 2.76 ± 0.03         | 0.82 ± 0.03 | 16.59 ± 0.08         | 1.83 ± 0.05
+3       | 2.73 ± 0.04         | 1.49 ± 0.05 | 16.62 ± 0.09         | 2.36 ± 0.03
+5       | 2.77 ± 0.03         | 2.26 ± 0.05 | 16.60 ± 0.06         | 2.82 ± 0.04
+""",
+        product(("cifar10", "cifar100"), ("test_error", "sharpness")),
+        spread="std",
     ),
     statements=statements(
         "The test error is not strongly affected by the number of ascent steps.",

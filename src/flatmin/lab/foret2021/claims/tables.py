@@ -6,10 +6,9 @@ names: its datasets (and "birdsnap"), its augmentations, and for methods "sam" a
 """
 
 from itertools import product
-from types import MappingProxyType
 from typing import NamedTuple
 
-from flatmin.lab.studies.printed import Claimed, Claims, Statement, table_rows
+from flatmin.lab.studies.printed import Claimed, Claims, Statement, read_cells, table_rows
 
 METHODS = ("sam", "sgd")
 AUGMENTATIONS = ("basic", "cutout", "autoaugment")
@@ -24,40 +23,8 @@ CIFAR_ROWS = (
 FINETUNING_DATASETS = (
     "aircraft", "flowers102", "pets", "cars", "cifar10", "cifar100", "birdsnap", "food101", "imagenet",
 )  # fmt: skip
+FINETUNED = ("efficientnet-b7", "efficientnet-l2")
 NOISE_PERCENT = (20, 40, 60, 80)
-
-
-class Classification(NamedTuple):
-    """A cell of Tables 1, 5 and 9."""
-
-    model: str
-    augment: str
-    dataset: str
-    method: str
-
-
-class ImageNetCell(NamedTuple):
-    """A cell of Table 2; `top` is 1 or 5."""
-
-    model: str
-    epochs: int
-    method: str
-    top: int
-
-
-class FinetuningCell(NamedTuple):
-    """A cell of Table 3 or 10; in Table 10 the methods are "sam" (the best rho), "sam-0.05" and "sgd"."""
-
-    dataset: str
-    model: str
-    method: str
-
-
-class NoiseCell(NamedTuple):
-    """A cell of Table 4."""
-
-    method: str
-    noise_percent: int
 
 
 class PreviousBest(NamedTuple):
@@ -73,20 +40,11 @@ def statements(*texts: str) -> tuple[Statement, ...]:
     return tuple(Statement(claim=c, own_numbers=own) for c, own in zip(texts[::2], texts[1::2], strict=True))
 
 
-def classification_cells(text: str, datasets: tuple[str, str]) -> MappingProxyType[Classification, Claimed]:
-    """Read a table of models and augmentations, with a column for each dataset and method."""
-    cells = {}
-    for model, augment, *numbers in table_rows(text):
-        for (dataset, method), number in zip(product(datasets, METHODS), numbers, strict=True):
-            cells[Classification(model, augment, dataset, method)] = Claimed.read(number)
-    return MappingProxyType(cells)
-
-
 CIFAR = Claims(
     source="Table 1, Section 3.1",
     title="CIFAR-10 and CIFAR-100 from scratch",
     metric="test error, %, mean and 95 % confidence interval of 5 replicas",
-    cells=classification_cells(
+    cells=read_cells(
         """
 # model                 | augment     | CIFAR-10 SAM | SGD        | CIFAR-100 SAM | SGD
 WRN-28-10 (200 epochs)  | basic       | 2.7 ± 0.1    | 3.5 ± 0.1  | 16.5 ± 0.2    | 18.8 ± 0.2
@@ -105,7 +63,7 @@ PyramidNet+ShakeDrop    | basic       | 2.1 ± 0.1    | 2.5 ± 0.1  | 13.3 ± 0.
 PyramidNet+ShakeDrop    | cutout      | 1.6 ± <0.1   | 1.9 ± 0.1  | 11.3 ± 0.1    | 11.8 ± 0.2
 PyramidNet+ShakeDrop    | autoaugment | 1.4 ± <0.1   | 1.6 ± <0.1 | 10.3 ± 0.1    | 10.6 ± 0.1
 """,
-        ("cifar10", "cifar100"),
+        product(("cifar10", "cifar100"), METHODS),
     ),
     statements=statements(
         "SAM's test error is below SGD's in each of the 30 conditions, though SGD may train twice as long.",
@@ -117,7 +75,12 @@ PyramidNet+ShakeDrop    | autoaugment | 1.4 ± <0.1   | 1.6 ± <0.1 | 10.3 ± 0.
     ),
 )
 
-_IMAGENET = """
+IMAGENET = Claims(
+    source="Table 2, Section 3.1",
+    title="ResNets on ImageNet",
+    metric="test error, %, mean and 95 % confidence interval of 5 runs",
+    cells=read_cells(
+        """
 # model    | epochs | SAM top-1    | SAM top-5   | standard top-1 | standard top-5
 resnet-50  | 100    | 22.5 ± 0.1   | 6.28 ± 0.08 | 22.9 ± 0.1     | 6.62 ± 0.11
 resnet-50  | 200    | 21.4 ± 0.1   | 5.82 ± 0.03 | 22.3 ± 0.1     | 6.37 ± 0.04
@@ -128,18 +91,8 @@ resnet-101 | 400    | 19.0 ± <0.01 | 4.65 ± 0.05 | 22.3 ± 0.1     | 6.41 ± 0
 resnet-152 | 100    | 19.2 ± <0.01 | 4.69 ± 0.04 | 20.4 ± <0.0    | 5.39 ± 0.06
 resnet-152 | 200    | 18.5 ± 0.1   | 4.37 ± 0.03 | 20.3 ± 0.2     | 5.39 ± 0.07
 resnet-152 | 400    | 18.4 ± <0.01 | 4.35 ± 0.04 | 20.9 ± <0.0    | 5.84 ± 0.07
-"""
-
-IMAGENET = Claims(
-    source="Table 2, Section 3.1",
-    title="ResNets on ImageNet",
-    metric="test error, %, mean and 95 % confidence interval of 5 runs",
-    cells=MappingProxyType(
-        {
-            ImageNetCell(model, int(epochs), method, top): Claimed.read(number)
-            for model, epochs, *numbers in table_rows(_IMAGENET)
-            for (method, top), number in zip(product(METHODS, (1, 5)), numbers, strict=True)
-        }
+""",
+        ((1, "sam"), (5, "sam"), (1, "sgd"), (5, "sgd")),
     ),
     statements=statements(
         "SAM's top-1 and top-5 errors are below standard training's for each depth and number of epochs.",
@@ -174,24 +127,14 @@ imagenet   | 15.14 ± 0.03 | 15.3         | 14.2 (KDforAA)                | 11.3
 """
 
 
-def _finetuning() -> tuple[dict[FinetuningCell, Claimed], dict[tuple[str, str], PreviousBest]]:
-    cells, previous = {}, {}
-    for dataset, *numbers in table_rows(_FINETUNING):
-        for model, (sam, sgd, best) in (("efficientnet-b7", numbers[:3]), ("efficientnet-l2", numbers[3:])):
-            cells[FinetuningCell(dataset, model, "sam")] = Claimed.read(sam)
-            cells[FinetuningCell(dataset, model, "sgd")] = Claimed.read(sgd)
-            error, method = best.rstrip(")").split(" (")
-            previous[dataset, model] = PreviousBest(Claimed.read(error), method)
-    return cells, previous
-
-
-_FINETUNING_CELLS, _PREVIOUS_BEST = _finetuning()
-
 FINETUNING = Claims(
     source="Table 3, Section 3.2",
     title="Fine-tuning EfficientNet-b7 and -L2",
     metric="top-1 test error, %, mean and 95 % confidence interval of 5 runs",
-    cells=MappingProxyType(_FINETUNING_CELLS),
+    cells=read_cells(
+        _FINETUNING,
+        (*product((FINETUNED[0],), METHODS), (), *product((FINETUNED[1],), METHODS), ()),
+    ),
     statements=statements(
         "Fine-tuning with SAM gives a lower error than without on each dataset, with both models.",
         "True in all 18 comparisons.",
@@ -204,7 +147,11 @@ FINETUNING = Claims(
         "themselves (84.7 % and 88.2 % accuracy), not of ten more epochs without SAM.",
     ),
 )
-PREVIOUS_BEST = MappingProxyType(_PREVIOUS_BEST)
+PREVIOUS_BEST = {
+    (dataset, model): PreviousBest(Claimed.read(best.partition(" (")[0]), best.partition(" (")[2].rstrip(")"))
+    for dataset, _, _, *bests in table_rows(_FINETUNING)
+    for model, best in zip(FINETUNED, (bests[0], bests[3]), strict=True)
+}
 """Table 3's "Prev. SOTA", by dataset and model (b7: with ImageNet alone)."""
 _PREVIOUS_METHODS = """
 EffNet | Tan & Le (2019)
@@ -216,7 +163,7 @@ KDforAA | Wei et al. (2020)
 TBMSL-Net | Zhang et al. (2020)
 ViT | Dosovitskiy et al. (2020)
 """
-PREVIOUS_METHODS = MappingProxyType({row[0]: row[1] for row in table_rows(_PREVIOUS_METHODS)})
+PREVIOUS_METHODS = dict(table_rows(_PREVIOUS_METHODS))
 
 _NOISE_LITERATURE = """
 # method                         | 20 % | 40 % | 60 % | 80 %
@@ -246,14 +193,7 @@ LABEL_NOISE = Claims(
     source="Table 4, Section 3.3",
     title="CIFAR-10 with noisy labels",
     metric="accuracy on the clean test set, %",
-    cells=MappingProxyType(
-        {
-            NoiseCell(method, percent): Claimed.read(number)
-            for method, *numbers in table_rows(_NOISE_LITERATURE.rstrip() + _NOISE_OWN)
-            for percent, number in zip(NOISE_PERCENT, numbers, strict=True)
-            if number != "-"
-        }
-    ),
+    cells=read_cells(_NOISE_LITERATURE.rstrip() + _NOISE_OWN, product(NOISE_PERCENT)),
     statements=statements(
         "SAM alone is more accurate than SGD and Mixup at every noise level.",
         "True at all 4 levels.",

@@ -9,42 +9,20 @@ All verdicts are in docs/reproduction.md.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from operator import itemgetter
 
 from flatmin.lab.foret2021.claims.figures import HESSIAN as CLAIMS
-from flatmin.lab.foret2021.claims.figures import CurvatureCell
-from flatmin.lab.foret2021.figure_settings import (
-    LAPTOP_EPOCHS,
-    curvature_seeds,
-    jobs_for,
-    start,
-    tuned_rho,
-)
-from flatmin.lab.foret2021.item_findings import findings
+from flatmin.lab.foret2021.figure_settings import LAPTOP_EPOCHS, curvature_seeds, jobs_for, start, tuned_rho
+from flatmin.lab.foret2021.item_findings import findings, hyperparameters
 from flatmin.lab.foret2021.settings import HESSIAN, HESSIAN_AT_EPOCHS
-from flatmin.lab.foret2021.sources import HYPERPARAMETERS
 from flatmin.lab.spec.experiment import Experiment, Model
-from flatmin.lab.studies.contrasts import (
-    BySeed,
-    Contrast,
-    Family,
-    by_seed,
-    contrast_between,
-    mean,
-    measured_by_seed,
-    metric_by_seed,
-    number_cell,
-    runs_of,
-    series_over,
-)
-from flatmin.lab.studies.findings import Cell, Comparison, Findings, LineFigure, Table, own_settings
+from flatmin.lab.studies.contrasts import BySeed, Contrast, Family, mean
+from flatmin.lab.studies.findings import Comparison, Findings, LineFigure, Row, Table
 from flatmin.lab.studies.item import Scale
 from flatmin.lab.studies.measured_figures import density_figures
+from flatmin.lab.studies.replicas import Read, RecordingRunner, Replicas, measured, metric, runs_of, series_over
 from flatmin.lab.sweeps.jobs import Job, Measurement, Outcome
-from flatmin.lab.sweeps.runners import RecordingRunner, Runner
+from flatmin.lab.sweeps.runners import Runner
 
-METHODS = ("SGD", "SAM")
 AT_EPOCHS: dict[Scale, tuple[int, ...]] = {
     "paper": HESSIAN_AT_EPOCHS,
     "laptop": (4, LAPTOP_EPOCHS // 2, LAPTOP_EPOCHS),
@@ -71,48 +49,44 @@ def hessian(scale: Scale, runner: Runner) -> Findings:
         if radius is not None:
             kept = replace(sgd, keep_every=math.gcd(*before), optim=replace(sgd.optim, rho=radius))
             jobs[method] = jobs_for(kept, f"hessian/{method}", curvature_seeds(scale), (*along.values(), last))
-    found = recorder.replicas(jobs, "hessian: models and their spectra")
+    models = recorder.replicas(jobs, "hessian: models and their spectra")
 
-    at_end = [
-        contrast_between(
-            f"{quantity} at the end",
-            ("SAM", found["SAM"]),
-            ("SGD", found["SGD"]),
-            partial(measured_by_seed, measurement=last, read=itemgetter(key)),
-            unit="",
-        )
-        for quantity, key in QUANTITIES.items()
-    ]
+    def lower(what: str, read: Read) -> Contrast:
+        return models["SAM"].lower_than(models["SGD"], what, read, unit="")
+
+    at_end = [lower(f"{name} at the end", measured(last, key)) for name, key in QUANTITIES.items()]
     epochs = " and ".join(map(str, before))
     before_end = [
-        contrast_between(
-            f"log10 of {quantity}, mean of epochs {epochs}",
-            ("SAM", found["SAM"]),
-            ("SGD", found["SGD"]),
-            partial(mean_log, measurements=list(along.values()), key=key),
-            unit="",
-        )
-        for quantity, key in QUANTITIES.items()
+        lower(f"log10 of {name}, mean of epochs {epochs}", mean_log(list(along.values()), key))
+        for name, key in QUANTITIES.items()
     ]
     family = Family([*at_end, *before_end])
     spectra = along | {AT_EPOCHS[scale][-1]: last}
-    own = own_settings(
-        [sgd], ("rho, chosen on validation", rho or "not chosen yet"), ("gradient clipping", HESSIAN.clip_norm)
-    )
     claim = CLAIMS.statements[0].claim
+    facts = [facts for m in models.values() for outcome in m.outcomes for facts in outcome.measured.values()]
+    bad = sum(not spectrum.get("converged", True) for spectrum in facts)
+    densities = (
+        density_figures(models.values(), m, f"Spectrum of the Hessian after epoch {epoch}, first replica of each")
+        for epoch, m in spectra.items()
+    )
     return findings(
-        item="hessian",
-        scale=scale,
-        claims=CLAIMS,
-        recorder=recorder,
-        tables=[_table(found, spectra, family, at_end, before_end)],
-        figures=[*_lambda_figures(found, spectra), *_density_figures(found, spectra)],
+        "hessian",
+        scale,
+        recorder,
+        tables=[_table(models, spectra, family, at_end, before_end)],
+        figures=[*_lambda_figures(models, spectra), *(figure for figures in densities for figure in figures)],
         verdicts=[
             family.judge(claim, at_end),
             family.judge(f"Before the end of training, too: {claim}", before_end),
         ],
-        hyperparameters=HYPERPARAMETERS["hessian"] if scale == "paper" else own,
-        notes=_not_converged(found),
+        hyperparameters=hyperparameters(
+            "hessian",
+            scale,
+            [sgd],
+            ("rho, chosen on validation", rho or "not chosen yet"),
+            ("gradient clipping", HESSIAN.clip_norm),
+        ),
+        notes=[f"In {bad} of {len(facts)} spectra the largest eigenvalues had not converged."] if bad else [],
     )
 
 
@@ -129,8 +103,8 @@ def hessian_experiment(scale: Scale) -> Experiment:
     )
 
 
-def mean_log(outcomes: Sequence[Outcome], measurements: Sequence[Measurement], key: str) -> dict[int, float]:
-    """Return the mean over several spectra of the logarithm (base 10) of a number, by seed.
+def mean_log(measurements: Sequence[Measurement], key: str) -> Read:
+    """Return how to read the mean over several spectra of the logarithm (base 10) of a number.
 
     Curvature changes by orders of magnitude along training: a mean of logarithms is not that of one epoch.
     """
@@ -141,7 +115,7 @@ def mean_log(outcomes: Sequence[Outcome], measurements: Sequence[Measurement], k
             return None
         return mean(math.log10(value) for value in values)
 
-    return by_seed(outcomes, read)
+    return read
 
 
 def _spectrum(scale: Scale, epoch: int | None) -> Measurement:
@@ -154,38 +128,40 @@ def _spectrum(scale: Scale, epoch: int | None) -> Measurement:
 
 
 def _table(
-    found: dict[str, list[Outcome]],
-    spectra: dict[int, Measurement],
+    models: Mapping[str, Replicas],
+    spectra: Mapping[int, Measurement],
     family: Family,
     at_end: Sequence[Contrast],
     before_end: Sequence[Contrast],
 ) -> Table:
-    def claimed(quantity: str) -> dict[str, str]:
-        return {method: CLAIMS[CurvatureCell(quantity, method.lower())].printed() for method in METHODS}
+    def largest_ratio(outcome: Outcome) -> float | None:
+        ratios = [outcome.measured[m][RATIO] for m in spectra.values() if m in outcome.measured]
+        return max((r for r in ratios if r is not None and math.isfinite(r)), default=None)
 
-    largest = {method: _largest_ratio(outcomes, spectra) for method, outcomes in found.items()}
-    lines: list[tuple[str, Mapping[str, BySeed], Mapping[str, str], Comparison | str]] = [
-        # Of the ratio the paper says only "up to": that stands next to the largest one along training.
-        (
-            c.quantity,
-            {"SGD": c.higher, "SAM": c.lower},
-            claimed(quantity) if quantity == "lambda_max" else {},
-            family.comparison(c),
-        )
-        for c, quantity in zip(at_end, QUANTITIES, strict=True)
+    def row(name: str, values: Sequence[BySeed], compared: Comparison | str, claimed: str = "") -> Row:
+        said = [CLAIMS[claimed, m.lower()].printed() if claimed else None for m in models]
+        triples = zip(models.values(), values, said, strict=True)
+        return [name, *(m.cell_of(v, unit="", claimed=text) for m, v, text in triples), compared]
+
+    # Of the ratio the paper says only "up to": that stands next to the largest one along training.
+    of_lambda, of_ratio = at_end
+    rows: list[Row] = [
+        row(of_lambda.quantity, [of_lambda.higher, of_lambda.lower], family.comparison(of_lambda), "lambda_max"),
+        row(of_ratio.quantity, [of_ratio.higher, of_ratio.lower], family.comparison(of_ratio)),
+        row(
+            "largest lambda_max/lambda_5 along training",
+            [m.by_seed(largest_ratio) for m in models.values()],
+            "",
+            "lambda_max/lambda_5",
+        ),
+        *(row(c.quantity, [c.higher, c.lower], family.comparison(c)) for c in before_end),
+        [
+            "training loss of the last epoch",
+            *(m.cell(metric("train_loss", 1.0), unit="") for m in models.values()),
+            "",
+        ],
+        ["test error", *(m.cell("test_error") for m in models.values()), ""],
     ]
-    lines.append(("largest lambda_max/lambda_5 along training", largest, claimed("lambda_max/lambda_5"), ""))
-    lines += [(c.quantity, {"SGD": c.higher, "SAM": c.lower}, {}, family.comparison(c)) for c in before_end]
-    rows: list[list[str | Cell | Comparison]] = [
-        [name, *(number_cell(values[m], found[m], unit="", claimed=said.get(m)) for m in METHODS), compared]
-        for name, values, said, compared in lines
-    ]
-    for name, metric, factor, unit in (
-        ("training loss of the last epoch", "train_loss", 1.0, ""),
-        ("test error", "test_error", 100.0, "%"),
-    ):
-        cells = [number_cell(metric_by_seed(found[m], metric, factor), found[m], unit=unit) for m in METHODS]
-        rows.append([name, *cells, ""])
     return Table(
         title="Curvature at the end of training and before",
         columns=["", "SGD", "SAM", "SAM - SGD"],
@@ -194,43 +170,19 @@ def _table(
     )
 
 
-def _largest_ratio(outcomes: Sequence[Outcome], spectra: dict[int, Measurement]) -> dict[int, float]:
-    def read(outcome: Outcome) -> float | None:
-        ratios = [outcome.measured[m][RATIO] for m in spectra.values() if m in outcome.measured]
-        return max((r for r in ratios if r is not None and math.isfinite(r)), default=None)
-
-    return by_seed(outcomes, read)
-
-
-def _lambda_figures(found: dict[str, list[Outcome]], spectra: dict[int, Measurement]) -> list[LineFigure]:
+def _lambda_figures(models: Mapping[str, Replicas], spectra: Mapping[int, Measurement]) -> list[LineFigure]:
     return [
         LineFigure(
             title=f"{name} along training",
             x_label="epoch",
             y_label=name,
             series=[
-                series_over(method, {e: measured_by_seed(outcomes, m, itemgetter(key)) for e, m in spectra.items()})
-                for method, outcomes in found.items()
-                if outcomes
+                series_over(m.name, {epoch: m.by_seed(measured(s, key)) for epoch, s in spectra.items()})
+                for m in models.values()
+                if m.outcomes
             ],
             log_y=True,
-            runs=runs_of(found),
+            runs=runs_of(models.values()),
         )
         for name, key in QUANTITIES.items()
     ]
-
-
-def _density_figures(found: dict[str, list[Outcome]], spectra: dict[int, Measurement]) -> list[LineFigure]:
-    """One figure for each epoch, with both methods on one axis."""
-    figures: list[LineFigure] = []
-    for epoch, measurement in spectra.items():
-        first = {method: outcomes[0] for method, outcomes in found.items() if outcomes}
-        title = f"Spectrum of the Hessian after epoch {epoch}, first replica of each"
-        figures += density_figures(first, measurement, title)
-    return figures
-
-
-def _not_converged(found: dict[str, list[Outcome]]) -> list[str]:
-    spectra = [facts for outcomes in found.values() for o in outcomes for facts in o.measured.values()]
-    bad = sum(not facts.get("converged", True) for facts in spectra)
-    return [f"In {bad} of {len(spectra)} spectra the largest eigenvalues had not converged."] if bad else []

@@ -8,46 +8,24 @@ Not judged yet. All verdicts are in docs/reproduction.md.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
 from flatmin.lab.foret2021.claims.appendix import ASCENT_STEPS as CLAIMS
-from flatmin.lab.foret2021.claims.appendix import AscentCell
 from flatmin.lab.foret2021.claims.figures import FIGURES
 from flatmin.lab.foret2021.figure_settings import jobs_for, sam_rho, start
-from flatmin.lab.foret2021.item_findings import findings
+from flatmin.lab.foret2021.item_findings import findings, hyperparameters
 from flatmin.lab.foret2021.scales import replica_seeds
 from flatmin.lab.foret2021.settings import ASCENT_NUM_RUNS, ASCENT_STEPS, ASCENT_STEPS_GRID
-from flatmin.lab.foret2021.sources import HYPERPARAMETERS
 from flatmin.lab.runs.directory import Metrics
 from flatmin.lab.spec.experiment import Experiment
-from flatmin.lab.studies.contrasts import (
-    BySeed,
-    Contrast,
-    Family,
-    along_training,
-    by_seed,
-    contrast_between,
-    mean,
-    metric_by_seed,
-    number_cell,
-    run_names,
-)
-from flatmin.lab.studies.findings import (
-    Cell,
-    Comparison,
-    Findings,
-    LineFigure,
-    Table,
-    Verdict,
-    VerdictStatus,
-    own_settings,
-)
+from flatmin.lab.studies.contrasts import Contrast, Family, mean
+from flatmin.lab.studies.findings import Findings, LineFigure, Row, Table, Verdict, VerdictStatus
 from flatmin.lab.studies.item import SCALES, Scale
+from flatmin.lab.studies.replicas import RecordingRunner, Replicas, runs_of
 from flatmin.lab.studies.statistics import SIGNIFICANT, mean_and_interval
-from flatmin.lab.sweeps.jobs import Job, Outcome
-from flatmin.lab.sweeps.runners import RecordingRunner, Runner
+from flatmin.lab.sweeps.jobs import Outcome
+from flatmin.lab.sweeps.runners import Runner
 
 NUM_RUNS: Mapping[Scale, int] = {**{scale: len(replica_seeds(scale)) for scale in SCALES}, "paper": ASCENT_NUM_RUNS}
 DATASETS: Mapping[Scale, tuple[str, ...]] = {
@@ -61,7 +39,7 @@ NEARLY = 0.8
 """One step "finds nearly as much" as several if it finds at least this share of it."""
 FEW, MANY = min(ASCENT_STEPS_GRID), max(ASCENT_STEPS_GRID)
 
-Found = Mapping[tuple[str, int], Sequence[Outcome]]
+ByDatasetAndSteps = Mapping[tuple[str, int], Replicas]
 Gains = tuple[dict[int, float], dict[int, float], float]
 
 
@@ -70,36 +48,29 @@ def inner_steps(scale: Scale, runner: Runner) -> Findings:
 
     The estimated sharpness is the error rate of a batch at w + eps minus that at w, both as they were trained.
     """
-    recorder = RecordingRunner(runner)
-    groups = inner_steps_jobs(scale)
-    names = {f"{dataset}, {steps}": (dataset, steps) for dataset, steps in groups}
-    asked = recorder.replicas({name: groups[key] for name, key in names.items()}, "inner-steps: replicas")
-    found = {names[name]: outcomes for name, outcomes in asked.items()}
-    datasets = DATASETS[scale]
-    experiment = groups[datasets[0], FEW][0].experiment
-    own = own_settings([experiment], ("rho", experiment.optim.rho), ("replicas", NUM_RUNS[scale]))
-    return findings(
-        item="inner-steps",
-        scale=scale,
-        claims=CLAIMS,
-        source=f"{CLAIMS.source}; {FIGURES['ascent-along-training'].source}",
-        recorder=recorder,
-        tables=[_table(found, datasets, NUM_RUNS[scale])],
-        figures=[_figure(found, dataset) for dataset in datasets],
-        verdicts=_verdicts(found, scale),
-        hyperparameters=HYPERPARAMETERS["ascent-steps"] if scale == "paper" else own,
-        notes=FIGURES["ascent-along-training"].notes,
-    )
-
-
-def inner_steps_jobs(scale: Scale) -> dict[tuple[str, int], list[Job]]:
-    """Return the replicas, by dataset and number of ascent steps."""
-    seeds = range(NUM_RUNS[scale])
-    return {
-        (dataset, steps): jobs_for(_experiment(scale, dataset, steps), f"inner-steps/{dataset}, {steps} steps", seeds)
-        for dataset in DATASETS[scale]
-        for steps in ASCENT_STEPS_GRID
+    recorder, datasets, num_runs = RecordingRunner(runner), DATASETS[scale], NUM_RUNS[scale]
+    keys = [(dataset, steps) for dataset in datasets for steps in ASCENT_STEPS_GRID]
+    jobs = {
+        (d, steps): jobs_for(_experiment(scale, d, steps), f"inner-steps/{d}, {steps} steps", range(num_runs))
+        for d, steps in keys
     }
+    asked = recorder.replicas(jobs, "inner-steps: replicas")
+    replicas = {(d, steps): replace(asked[d, steps], name=_steps(steps)) for d, steps in keys}
+    experiment = jobs[datasets[0], FEW][0].experiment
+    along = FIGURES["ascent-along-training"]
+    return findings(
+        "inner-steps",
+        scale,
+        recorder,
+        source=f"{CLAIMS.source}; {along.source}",
+        tables=[_table(replicas, datasets, num_runs)],
+        figures=[_figure(replicas, dataset) for dataset in datasets],
+        verdicts=_verdicts(replicas, scale),
+        hyperparameters=hyperparameters(
+            "inner-steps", scale, [experiment], ("rho", experiment.optim.rho), ("replicas", num_runs)
+        ),
+        notes=along.notes,
+    )
 
 
 def _experiment(scale: Scale, dataset: str, steps: int) -> Experiment:
@@ -114,28 +85,23 @@ def sharpness_of(line: Metrics) -> float | None:
     return None if perturbed is None or plain is None else perturbed - plain
 
 
-def _sharpness(outcomes: Sequence[Outcome]) -> dict[int, float]:
-    def read(outcome: Outcome) -> float | None:
-        value = sharpness_of(outcome.result.metrics) if outcome.result is not None else None
-        return None if value is None else 100 * value
-
-    return by_seed(outcomes, read)
+def _sharpness(outcome: Outcome) -> float | None:
+    value = sharpness_of(outcome.result.metrics) if outcome.result is not None else None
+    return None if value is None else 100 * value
 
 
-def _table(found: Found, datasets: Sequence[str], num_runs: int) -> Table:
-    rows: list[list[str | Cell | Comparison]] = []
+def _table(replicas: ByDatasetAndSteps, datasets: Sequence[str], num_runs: int) -> Table:
+    rows: list[Row] = []
     for steps in ASCENT_STEPS_GRID:
-        row: list[str | Cell | Comparison] = [str(steps)]
+        row: Row = [str(steps)]
         for dataset in datasets:
-            outcomes = found[dataset, steps]
             # Where the data is not the paper's, CIFAR-10's numbers are shown: the other set with ten classes.
             claimed_of = dataset if dataset in ASCENT_STEPS else "cifar10"
-            for metric, values in (
-                ("test_error", metric_by_seed(outcomes, "test_error")),
-                ("sharpness", _sharpness(outcomes)),
-            ):
-                claimed = CLAIMS[AscentCell(steps, claimed_of, metric)].printed()
-                row.append(number_cell(values, outcomes, claimed=claimed, note=_standard_deviation(values)))
+            for metric, read in (("test_error", "test_error"), ("sharpness", _sharpness)):
+                values = list(replicas[dataset, steps].by_seed(read).values())
+                note = f"standard deviation {np.std(values, ddof=1):.2g}" if len(values) > 1 else None
+                claimed = CLAIMS[steps, claimed_of, metric].printed()
+                row.append(replicas[dataset, steps].cell(read, claimed=claimed, note=note))
         rows.append(row)
     columns = [f"{dataset}, {what}" for dataset in datasets for what in ("test error", "estimated sharpness")]
     return Table(
@@ -147,43 +113,33 @@ def _table(found: Found, datasets: Sequence[str], num_runs: int) -> Table:
     )
 
 
-def _standard_deviation(values: BySeed) -> str | None:
-    return f"standard deviation {np.std(list(values.values()), ddof=1):.2g}" if len(values) > 1 else None
-
-
-def _figure(found: Found, dataset: str) -> LineFigure:
-    chosen = {steps: found[dataset, steps] for steps in ASCENT_STEPS_GRID}
+def _figure(replicas: ByDatasetAndSteps, dataset: str) -> LineFigure:
+    groups = [replicas[dataset, steps] for steps in ASCENT_STEPS_GRID]
     return LineFigure(
         title=f"Estimated sharpness along training, {dataset}",
         x_label="epoch",
         y_label="error rate at w + eps minus at w, points",
-        series=[
-            series
-            for steps, outcomes in chosen.items()
-            for series in along_training(f"{steps} step{'s' * (steps > 1)}", outcomes, sharpness_of)
-        ],
-        runs=run_names(outcome for outcomes in chosen.values() for outcome in outcomes),
+        series=[series for group in groups for series in group.along_training(group.name, sharpness_of)],
+        runs=runs_of(groups),
     )
 
 
-def _verdicts(found: Found, scale: Scale) -> list[Verdict]:
+def _verdicts(replicas: ByDatasetAndSteps, scale: Scale) -> list[Verdict]:
     unaffected, several_better, more_found = (statement.claim for statement in CLAIMS.statements)
-    ten_classes, *more_classes = DATASETS[scale]
-    equal = [_test_contrast(found, ten_classes, steps) for steps in ASCENT_STEPS_GRID if steps > FEW]
-    better = [_test_contrast(found, d, steps) for d in more_classes for steps in ASCENT_STEPS_GRID if steps > FEW]
+    ten_classes, *more_classes = datasets = DATASETS[scale]
+
+    def better_than_one(dataset: str) -> list[Contrast]:
+        few, several = replicas[dataset, FEW], [replicas[dataset, n] for n in ASCENT_STEPS_GRID if n > FEW]
+        return [group.lower_than(few, f"test error, {dataset}, %", "test_error") for group in several]
+
+    equal = better_than_one(ten_classes)
+    better = [contrast for dataset in more_classes for contrast in better_than_one(dataset)]
     ends = [
-        contrast_between(
-            f"estimated sharpness at the end, {dataset}, points",
-            (_steps(FEW), found[dataset, FEW]),
-            (_steps(MANY), found[dataset, MANY]),
-            _sharpness,
-        )
-        for dataset in DATASETS[scale]
+        replicas[d, FEW].lower_than(replicas[d, MANY], f"estimated sharpness at the end, {d}, points", _sharpness)
+        for d in datasets
     ]
-    gains = {dataset: _gains(found, dataset) for dataset in DATASETS[scale]}
-    along = [
-        contrast for dataset, gain in gains.items() for contrast in _along_contrasts(dataset, gain, NUM_RUNS[scale])
-    ]
+    gains = {dataset: _gains(replicas[dataset, FEW], replicas[dataset, MANY]) for dataset in datasets}
+    along = [c for dataset, gain in gains.items() for c in _along_contrasts(dataset, gain, NUM_RUNS[scale])]
     family = Family([*equal, *better, *ends, *along])
     not_trained = f"{ten_classes} has ten classes; CIFAR-100 is not trained at this scale."
     return [
@@ -198,15 +154,6 @@ def _verdicts(found: Found, scale: Scale) -> list[Verdict]:
 
 def _steps(number: int) -> str:
     return f"{number} step{'s' * (number > 1)}"
-
-
-def _test_contrast(found: Found, dataset: str, steps: int) -> Contrast:
-    return contrast_between(
-        f"test error, {dataset}, %",
-        (_steps(steps), found[dataset, steps]),
-        (_steps(FEW), found[dataset, FEW]),
-        partial(metric_by_seed, metric="test_error"),
-    )
 
 
 def _along_contrasts(dataset: str, gains: Gains, num_asked: int) -> list[Contrast]:
@@ -234,7 +181,7 @@ def _along_verdict(verdict: Verdict, gains: Mapping[str, Gains]) -> Verdict:
     return verdict
 
 
-def _gains(found: Found, dataset: str) -> Gains:
+def _gains(few: Replicas, many: Replicas) -> Gains:
     """Return what many steps find more than one in the first half of training and in its last tenth, by seed.
 
     And, in the first half, how much of what many find one step finds (NaN without runs).
@@ -242,9 +189,9 @@ def _gains(found: Found, dataset: str) -> Gains:
     first: dict[int, float] = {}
     last: dict[int, float] = {}
     sums = np.zeros(2)
-    few, many = ({o.job.seed: o for o in found[dataset, steps]} for steps in (FEW, MANY))
-    for seed in sorted(few.keys() & many.keys()):
-        curves = [_curve(few[seed]), _curve(many[seed])]
+    by_seed = [{o.job.seed: _curve(o) for o in group.outcomes} for group in (few, many)]
+    for seed in sorted(by_seed[0].keys() & by_seed[1].keys()):
+        curves = [curves[seed] for curves in by_seed]
         length = min(map(len, curves))
         if length:
             one, several = (np.asarray(curve[:length]) for curve in curves)

@@ -9,29 +9,19 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-import torch
-
-from flatmin.lab.foret2021.claims.figures import FIGURES
-from flatmin.lab.foret2021.figure_settings import (
-    jobs_for,
-    start,
-)
-from flatmin.lab.foret2021.figures.m_and_rho import Curve, baseline_row, contrast_of
-from flatmin.lab.foret2021.item_findings import findings
+from flatmin.lab.foret2021.claims.figures import CLAIMS
+from flatmin.lab.foret2021.cost import num_weights
+from flatmin.lab.foret2021.figure_settings import jobs_for, start
+from flatmin.lab.foret2021.figures.m_and_rho import HELD_OUT, Curve, baseline_row, contrast_of
+from flatmin.lab.foret2021.item_findings import findings, hyperparameters
 from flatmin.lab.foret2021.scales import LAPTOP_RHOS, replica_seeds
 from flatmin.lab.foret2021.settings import NORMS, RHO_GRID, VALIDATION, rho_of_sup_norm
-from flatmin.lab.foret2021.sources import HYPERPARAMETERS
-from flatmin.lab.models.build import build_model
-from flatmin.lab.spec.datasets import dataset_info
-from flatmin.lab.spec.experiment import Experiment
-from flatmin.lab.studies.contrasts import (
-    Family,
-    run_names,
-)
-from flatmin.lab.studies.findings import Findings, Hyperparameter, LineFigure, Table, own_settings
+from flatmin.lab.studies.contrasts import Family
+from flatmin.lab.studies.findings import Findings, Hyperparameter, LineFigure, Table
 from flatmin.lab.studies.item import Scale
+from flatmin.lab.studies.replicas import RecordingRunner, runs_of
 from flatmin.lab.sweeps.jobs import Job
-from flatmin.lab.sweeps.runners import RecordingRunner, Runner
+from flatmin.lab.sweeps.runners import Runner
 
 NORM_GRIDS: Mapping[Scale, Mapping[str, tuple[float, ...]]] = {
     "paper": {"p = 2": RHO_GRID, "p = inf": RHO_GRID, "random": (*RHO_GRID, 1.0, 2.0, 5.0)},
@@ -43,11 +33,11 @@ NORM_GRIDS: Mapping[Scale, Mapping[str, tuple[float, ...]]] = {
 
 def p_norm(scale: Scale, runner: Runner) -> Findings:
     """Perturb along the gradient in the 2-norm and the sup norm, and at random, over rho (Appendix C.5)."""
-    recorder, claims = RecordingRunner(runner), FIGURES["norms"]
-    found = recorder.replicas(p_norm_jobs(scale), "p-norm: replicas")
-    baseline = found.pop("SGD")
+    recorder = RecordingRunner(runner)
+    replicas = recorder.replicas(p_norm_jobs(scale), "p-norm: replicas")
+    baseline = replicas.pop("SGD")
     curves = {
-        kind: Curve(name=kind, outcomes={rho: found[_norm_name(kind, rho)] for rho in rhos})
+        kind: Curve(name=kind, replicas={rho: replicas[_norm_name(kind, rho)] for rho in rhos})
         for kind, rhos in NORM_GRIDS[scale].items()
     }
     two, sup, noise = (curves[kind] for kind in ("p = 2", "p = inf", "random"))
@@ -61,12 +51,11 @@ def p_norm(scale: Scale, runner: Runner) -> Findings:
         Hyperparameter(name=f"rho grid, {kind}", value=rhos, source="ours", note="Euclidean length; not given")
         for kind, rhos in NORM_GRIDS[scale].items()
     ]
-    paper = [h for h in HYPERPARAMETERS["norms"] if not h.name.startswith("rho grid")]
+    given = hyperparameters("p-norm", scale, [baseline.outcomes[0].job.experiment])
     return findings(
-        item="p-norm",
-        scale=scale,
-        claims=claims,
-        recorder=recorder,
+        "p-norm",
+        scale,
+        recorder,
         tables=[
             Table(
                 title="Test error at the rho that the validation set chooses for each perturbation",
@@ -85,14 +74,12 @@ def p_norm(scale: Scale, runner: Runner) -> Findings:
                 y_label="test error, %",
                 series=[curve.series() for curve in curves.values()],
                 log_x=True,
-                runs=run_names(o for outcomes in found.values() for o in outcomes),
+                runs=runs_of(replicas.values()),
             )
         ],
-        verdicts=[family.judge(claims.statements[0].claim, contrasts)],
-        hyperparameters=[*(paper if scale == "paper" else own_settings([baseline[0].job.experiment])), *grids],
-        notes=[
-            f"All runs hold out {VALIDATION:.0%} of the training set, so that rho is chosen without the test set.",
-        ],
+        verdicts=[family.judge(CLAIMS["p-norm"].statements[0].claim, contrasts)],
+        hyperparameters=[*(h for h in given if not h.name.startswith("rho grid")), *grids],
+        notes=[HELD_OUT],
     )
 
 
@@ -101,11 +88,10 @@ def p_norm_jobs(scale: Scale) -> dict[str, list[Job]]:
     seeds = replica_seeds(scale)
     base = start(scale, NORMS, rho=0.0)
     base = replace(base, data=replace(base.data, validation=VALIDATION))
-    num_weights = _num_weights(base)
     jobs = {"SGD": jobs_for(base, "p-norm/SGD", seeds)}
     for kind, rhos in NORM_GRIDS[scale].items():
         for rho in rhos:
-            optim = start(scale, NORMS, rho=rho_of_sup_norm(rho, num_weights) if kind == "p = inf" else rho).optim
+            optim = start(scale, NORMS, rho=rho_of_sup_norm(rho, num_weights(base)) if kind == "p = inf" else rho).optim
             if kind == "p = inf":
                 optim = replace(optim, p=math.inf)
             elif kind == "random":
@@ -117,10 +103,3 @@ def p_norm_jobs(scale: Scale) -> dict[str, list[Job]]:
 
 def _norm_name(kind: str, rho: float) -> str:
     return f"{kind}, rho={rho:g}"
-
-
-def _num_weights(experiment: Experiment) -> int:
-    info = dataset_info(experiment.data.name)
-    with torch.device("meta"):  # shapes alone: the large models take seconds to fill
-        network = build_model(experiment.model, num_classes=info.num_classes, in_channels=info.channels)
-    return sum(parameter.numel() for parameter in network.parameters())

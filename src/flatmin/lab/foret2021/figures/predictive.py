@@ -7,24 +7,23 @@ Not judged yet. All verdicts are in docs/reproduction.md.
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.stats import rankdata
 
-from flatmin.lab.foret2021.claims.figures import FIGURES
+from flatmin.lab.foret2021.claims.figures import CLAIMS
 from flatmin.lab.foret2021.figure_settings import start
 from flatmin.lab.foret2021.item_findings import about_scale, findings
 from flatmin.lab.foret2021.settings import DEFAULT_RHO, M_SHARPNESS
 from flatmin.lab.foret2021.sources import HYPERPARAMETERS
-from flatmin.lab.spec.experiment import Experiment, Model, Optim
-from flatmin.lab.studies.contrasts import run_names
+from flatmin.lab.spec.experiment import Model, Optim
 from flatmin.lab.studies.findings import (
     Cell,
-    Comparison,
     Findings,
     LineFigure,
+    Row,
     Series,
     Table,
     Verdict,
@@ -32,9 +31,10 @@ from flatmin.lab.studies.findings import (
     own_settings,
 )
 from flatmin.lab.studies.item import Scale
+from flatmin.lab.studies.replicas import RecordingRunner
 from flatmin.lab.studies.statistics import SIGNIFICANT, Interval
-from flatmin.lab.sweeps.jobs import Job, Measurement, Outcome
-from flatmin.lab.sweeps.runners import RecordingRunner, Runner
+from flatmin.lab.sweeps.jobs import Job, Measurement
+from flatmin.lab.sweeps.runners import Runner
 from flatmin.measures import predictive_power
 from flatmin.measures.predictive import Score
 
@@ -96,64 +96,70 @@ ZOOS: dict[Scale, Zoo] = {
 }
 
 
+@dataclass(frozen=True)
+class Member:
+    """A model of the zoo that counts."""
+
+    run: str
+    hyperparameters: tuple[float, ...]
+    gap: float
+    """Test error minus training error, in points."""
+    sharpness: Mapping[int | None, float]
+    """By m; None is the whole training set."""
+
+
 def predictive(scale: Scale, runner: Runner) -> Findings:
     """Score m-sharpness as a predictor of the generalization gap over a zoo of models, for several m.
 
     Models that do not reach the loss at which all are stopped, or have no finite sharpness, are left out and counted.
     """
-    recorder, claims = RecordingRunner(runner), FIGURES["predictive-power"]
-    claim = claims.statements[0].claim
+    recorder, claim = RecordingRunner(runner), CLAIMS["predictive"].statements[0].claim
     if scale not in ZOOS:
         return findings(
-            item="predictive",
-            scale=scale,
-            claims=claims,
-            recorder=recorder,
+            "predictive",
+            scale,
+            recorder,
             verdicts=[Verdict(claim=claim, status="not tested", evidence=PGDL)],
-            hyperparameters=HYPERPARAMETERS["predictive-power"],
+            hyperparameters=HYPERPARAMETERS["predictive"],
             notes=[PGDL],
         )
-    zoo, jobs = ZOOS[scale], zoo_jobs(scale)
-    found = recorder.outcomes(jobs, "predictive: a zoo of models")
-    measurements = sharpness_measurements(zoo)
-    members = [
-        (h, outcome)
-        for h, outcome in zip(zoo.hyperparameters(), found, strict=True)
-        if outcome.result is not None and all(m in outcome.measured for m in measurements.values())
-    ]
-    stopped = [(h, outcome) for h, outcome in members if _reached(outcome, zoo.stop_loss)]
-    num_short, num_stopped = len(members) - len(stopped), len(stopped)
-    stopped = [(h, o) for h, o in stopped if all(math.isfinite(_sharpness(o, m)) for m in measurements.values())]
-    num_not_finite = num_stopped - len(stopped)
-    gaps = [_gap(outcome) for _, outcome in stopped]
-    sharpness = {
-        m: [_sharpness(outcome, measurement) for _, outcome in stopped] for m, measurement in measurements.items()
-    }
-    grid = [h for h, _ in stopped]
-    scores = {m: _score(values, gaps, grid) for m, values in sharpness.items()}
-    known = {m: score for m, score in scores.items() if score is not None}
+    zoo, jobs, measurements = ZOOS[scale], zoo_jobs(scale), sharpness_measurements(ZOOS[scale])
+    members: list[Member] = []
+    num_short, num_not_finite = 0, 0
+    for h, outcome in zip(zoo.hyperparameters(), recorder.outcomes(jobs, "predictive: a zoo of models"), strict=True):
+        if outcome.result is None or not all(m in outcome.measured for m in measurements.values()):
+            continue
+        sharpness = {m: float(outcome.measured[how]["m_sharpness"]) for m, how in measurements.items()}
+        metrics = outcome.result.metrics
+        if (loss := metrics["train_loss"]) is None or loss > zoo.stop_loss:
+            num_short += 1
+        elif not all(map(math.isfinite, sharpness.values())):
+            num_not_finite += 1
+        else:
+            gap = 100 * (float(metrics["test_error"] or 0.0) - float(metrics["train_error"] or 0.0))
+            members.append(Member(outcome.job.name, h, gap, sharpness))
+    scores = {m: score for m in measurements if (score := _score(members, m)) is not None}
     size, dataset = jobs[0].experiment.data.train_size or 0, jobs[0].experiment.data.name
     about = ABOUT_ZOO.format(num=len(jobs), size=size, dataset=dataset, loss=zoo.stop_loss)
     return findings(
-        item="predictive",
-        scale=scale,
-        claims=claims,
-        recorder=recorder,
-        tables=[_table(scores, run_names(outcome for _, outcome in stopped))] if known else [],
-        figures=[_score_figure(known, size, stopped), _point_figure(sharpness, gaps, stopped)] if known else [],
-        verdicts=[_verdict(claim, known, sharpness, gaps, grid, recorder.num_missing)],
+        "predictive",
+        scale,
+        recorder,
+        tables=[_table(scores, members)] if scores else [],
+        figures=_figures(scores, members, size) if scores else [],
+        verdicts=[_verdict(claim, scores, members, recorder.num_missing)],
         hyperparameters=own_settings(
             [job.experiment for job in jobs],
             ("loss to stop at", zoo.stop_loss),
             ("rho of the measure", DEFAULT_RHO),
         ),
         notes=[
-            f"{len(stopped)} models of {len(jobs)} are counted; {num_short} did not come to the loss of "
+            f"{len(members)} models of {len(jobs)} are counted; {num_short} did not come to the loss of "
             f"{zoo.stop_loss:g} in {zoo.epochs} epochs and are left out.",
             *([f"{num_not_finite} more have a sharpness that is not finite, and are left out."] * bool(num_not_finite)),
             "The gap is test error minus training error (of the last epoch, as it was trained).",
         ],
-        about=about if scale == "laptop" else f"{about_scale('predictive', scale)} {about}",
+        about_scale=about if scale == "laptop" else f"{about_scale('predictive', scale)} {about}",
     )
 
 
@@ -161,14 +167,20 @@ def zoo_jobs(scale: Scale) -> list[Job]:
     """Return a model for each point of the grid, in the order of ``Zoo.hyperparameters``."""
     zoo = ZOOS[scale]
     base = start(scale, M_SHARPNESS, rho=0.0)
+    base = replace(base, epochs=zoo.epochs, evaluate_every=zoo.epochs, stop_loss=zoo.stop_loss)
     measurements = tuple(sharpness_measurements(zoo).values())
-    return [
-        Job(
-            experiment=_member(base, zoo, *h),
-            measurements=measurements,
+    jobs = []
+    for width, depth, lr, batch_size, decay in zoo.hyperparameters():
+        experiment = replace(
+            base,
+            name=f"predictive/width {width}, depth {depth}, lr {lr:g}, batch {batch_size}, decay {decay:g}",
+            data=replace(base.data, batch_size=batch_size),
+            model=Model(name=f"wrn-{depth}-{width}"),
+            # Constant: when the loss is reached must not depend on a schedule that ends at 0.
+            optim=Optim(lr=lr, weight_decay=decay, schedule="constant"),
         )
-        for h in zoo.hyperparameters()
-    ]
+        jobs.append(Job(experiment=experiment, measurements=measurements))
+    return jobs
 
 
 def sharpness_measurements(zoo: Zoo) -> dict[int | None, Measurement]:
@@ -176,46 +188,17 @@ def sharpness_measurements(zoo: Zoo) -> dict[int | None, Measurement]:
     return {m: Measurement(kind="sharpness", settings=(("rho", DEFAULT_RHO), ("m", m))) for m in (*zoo.m_values, None)}
 
 
-def _member(
-    base: Experiment, zoo: Zoo, width: int, depth: int, lr: float, batch_size: int, weight_decay: float
-) -> Experiment:
-    return replace(
-        base,
-        name=f"predictive/width {width}, depth {depth}, lr {lr:g}, batch {batch_size}, decay {weight_decay:g}",
-        data=replace(base.data, batch_size=batch_size),
-        model=Model(name=f"wrn-{depth}-{width}"),
-        # Constant: when the loss is reached must not depend on a schedule that ends at 0.
-        optim=Optim(lr=lr, weight_decay=weight_decay, schedule="constant"),
-        epochs=zoo.epochs,
-        evaluate_every=zoo.epochs,
-        stop_loss=zoo.stop_loss,
-    )
-
-
-def _reached(outcome: Outcome, stop_loss: float) -> bool:
-    loss = outcome.result.metrics["train_loss"] if outcome.result is not None else None
-    return loss is not None and loss <= stop_loss
-
-
-def _sharpness(outcome: Outcome, measurement: Measurement) -> float:
-    return float(outcome.measured[measurement]["m_sharpness"])
-
-
-def _gap(outcome: Outcome) -> float:
-    assert outcome.result is not None
-    metrics = outcome.result.metrics
-    return 100 * (float(metrics["test_error"] or 0.0) - float(metrics["train_error"] or 0.0))
-
-
-def _score(values: Sequence[float], gaps: Sequence[float], grid: Sequence[tuple[float, ...]]) -> Score | None:
+def _score(members: Sequence[Member], m: int | None) -> Score | None:
     """Return the score; None where no two models share two hyperparameters and differ in the gap: too few, so far."""
     gaps_of: dict[tuple[float, ...], set[float]] = {}
-    for h, gap in zip(grid, gaps, strict=True):
+    for member in members:
+        h = member.hyperparameters
         for first, second in itertools.combinations(range(len(h)), 2):
-            gaps_of.setdefault((first, second, h[first], h[second]), set()).add(gap)
-    if not any(len(found) > 1 for found in gaps_of.values()):
+            gaps_of.setdefault((first, second, h[first], h[second]), set()).add(member.gap)
+    if not any(len(gaps) > 1 for gaps in gaps_of.values()):
         return None
-    return predictive_power(values, gaps, grid)
+    gaps, grid = [member.gap for member in members], [member.hyperparameters for member in members]
+    return predictive_power([member.sharpness[m] for member in members], gaps, grid)
 
 
 def better_predictor(
@@ -239,14 +222,7 @@ def better_predictor(
     return (1 + as_large) / (1 + NUM_SWAPS)
 
 
-def _verdict(
-    claim: str,
-    scores: dict[int | None, Score],
-    sharpness: dict[int | None, list[float]],
-    gaps: Sequence[float],
-    grid: Sequence[tuple[float, ...]],
-    num_missing: int,
-) -> Verdict:
+def _verdict(claim: str, scores: Mapping[int | None, Score], members: Sequence[Member], num_missing: int) -> Verdict:
     if num_missing:
         why = f"{num_missing} models of the zoo are missing; nothing is judged before all are available."
         return Verdict(claim=claim, status="not tested", evidence=why)
@@ -255,7 +231,9 @@ def _verdict(
         return Verdict(claim=claim, status="not tested", evidence="Too few models are available to score a measure.")
     smallest = min(numbers)
     small, whole = scores[smallest], scores[None]
-    p = better_predictor(sharpness[smallest], sharpness[None], gaps, grid)
+    gaps, grid = [member.gap for member in members], [member.hyperparameters for member in members]
+    of_small, of_whole = ([member.sharpness[m] for member in members] for m in (smallest, None))
+    p = better_predictor(of_small, of_whole, gaps, grid)
     status: VerdictStatus = "inconclusive"
     if p < SIGNIFICANT:
         status = "reproduced" if small.score > whole.score else "not reproduced"
@@ -273,13 +251,17 @@ def _verdict(
     return Verdict(claim=claim, status=status, evidence="; ".join(said) + ".")
 
 
-def _table(scores: dict[int | None, Score | None], runs: tuple[str, ...]) -> Table:
-    rows: list[list[str | Cell | Comparison]] = []
-    for m, score in scores.items():
-        if score is not None:
-            cell = Cell(measured=Interval(score.score, math.nan), unit="", runs=runs)
-            null = f"{score.null_low:.3f} to {score.null_high:.3f}"
-            rows.append(["n" if m is None else str(m), cell, null, f"{score.kendall_tau:.3f}"])
+def _table(scores: Mapping[int | None, Score], members: Sequence[Member]) -> Table:
+    runs = tuple(member.run for member in members)
+    rows: list[Row] = [
+        [
+            _m_text(m),
+            Cell(measured=Interval(score.score, math.nan), unit="", runs=runs),
+            f"{score.null_low:.3f} to {score.null_high:.3f}",
+            f"{score.kendall_tau:.3f}",
+        ]
+        for m, score in scores.items()
+    ]
     return Table(
         title="Predictive power of m-sharpness",
         columns=["m", "score", "of a shuffled measure (95 %)", "Kendall's tau"],
@@ -288,39 +270,46 @@ def _table(scores: dict[int | None, Score | None], runs: tuple[str, ...]) -> Tab
     )
 
 
-def _score_figure(
-    scores: dict[int | None, Score], size: int, stopped: Sequence[tuple[tuple[float, ...], Outcome]]
-) -> LineFigure:
+def _figures(scores: Mapping[int | None, Score], members: Sequence[Member], size: int) -> list[LineFigure]:
+    runs = tuple(member.run for member in members)
     x = [float(size if m is None else m) for m in scores]
     values = list(scores.values())
-    return LineFigure(
-        title="Predictive power of m-sharpness over m",
-        x_label="m (the last: all training images)",
-        y_label="score",
-        series=[
-            Series(name="m-sharpness", x=x, y=[s.score for s in values]),
-            Series(name="shuffled, 97.5 %", x=x, y=[s.null_high for s in values], mode="lines"),
-            Series(name="shuffled, 2.5 %", x=x, y=[s.null_low for s in values], mode="lines"),
-        ],
-        log_x=True,
-        runs=run_names(outcome for _, outcome in stopped),
-    )
+    said = [
+        ", ".join(f"{n} {v:g}" for n, v in zip(HYPERPARAMETER_NAMES, member.hyperparameters, strict=True))
+        for member in members
+    ]
+    gaps, smallest = [member.gap for member in members], min(m for m in scores if m is not None)
+    return [
+        LineFigure(
+            title="Predictive power of m-sharpness over m",
+            x_label="m (the last: all training images)",
+            y_label="score",
+            series=[
+                Series(name="m-sharpness", x=x, y=[s.score for s in values]),
+                Series(name="shuffled, 97.5 %", x=x, y=[s.null_high for s in values], mode="lines"),
+                Series(name="shuffled, 2.5 %", x=x, y=[s.null_low for s in values], mode="lines"),
+            ],
+            log_x=True,
+            runs=runs,
+        ),
+        LineFigure(
+            title="Each model: m-sharpness and generalization gap",
+            x_label="m-sharpness",
+            y_label="generalization gap, points",
+            series=[
+                Series(
+                    name=f"m = {_m_text(m)}",
+                    x=[member.sharpness[m] for member in members],
+                    y=gaps,
+                    hover=said,
+                    mode="markers",
+                )
+                for m in (smallest, None)
+            ],
+            runs=runs,
+        ),
+    ]
 
 
-def _point_figure(
-    sharpness: dict[int | None, list[float]],
-    gaps: Sequence[float],
-    stopped: Sequence[tuple[tuple[float, ...], Outcome]],
-) -> LineFigure:
-    said = [", ".join(f"{n} {v:g}" for n, v in zip(HYPERPARAMETER_NAMES, h, strict=True)) for h, _ in stopped]
-    return LineFigure(
-        title="Each model: m-sharpness and generalization gap",
-        x_label="m-sharpness",
-        y_label="generalization gap, points",
-        series=[
-            Series(name=f"m = {'n' if m is None else m}", x=values, y=gaps, hover=said, mode="markers")
-            for m, values in sharpness.items()
-            if m is None or m == min(k for k in sharpness if k is not None)
-        ],
-        runs=run_names(outcome for _, outcome in stopped),
-    )
+def _m_text(m: int | None) -> str:
+    return "n" if m is None else str(m)

@@ -5,39 +5,22 @@
 Not judged yet. All verdicts are in docs/reproduction.md.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
-from operator import itemgetter, methodcaller
+from operator import methodcaller
 
-from flatmin.lab.foret2021.claims.figures import FIGURES
-from flatmin.lab.foret2021.figure_settings import (
-    LAPTOP_EPOCHS,
-    jobs_for,
-    sam_rho,
-    start,
-)
-from flatmin.lab.foret2021.item_findings import findings
+from flatmin.lab.foret2021.claims.figures import CLAIMS
+from flatmin.lab.foret2021.figure_settings import LAPTOP_EPOCHS, jobs_for, sam_rho, start
+from flatmin.lab.foret2021.item_findings import findings, hyperparameters
 from flatmin.lab.foret2021.scales import replica_seeds
 from flatmin.lab.foret2021.settings import SECOND_ORDER
-from flatmin.lab.foret2021.sources import HYPERPARAMETERS
 from flatmin.lab.spec.experiment import Experiment
-from flatmin.lab.studies.contrasts import (
-    Contrast,
-    Family,
-    along_training,
-    contrast_between,
-    mean,
-    measured_by_seed,
-    metric_by_seed,
-    number_cell,
-    runs_of,
-    series_over,
-)
-from flatmin.lab.studies.findings import Findings, LineFigure, Table, Verdict, VerdictStatus, own_settings
+from flatmin.lab.studies.contrasts import BySeed, Contrast, Family, mean
+from flatmin.lab.studies.findings import Findings, LineFigure, Table, Verdict
 from flatmin.lab.studies.item import Scale
-from flatmin.lab.sweeps.jobs import Measurement, Outcome
-from flatmin.lab.sweeps.runners import RecordingRunner, Runner
+from flatmin.lab.studies.replicas import RecordingRunner, Replicas, measured, runs_of, series_over
+from flatmin.lab.sweeps.jobs import Measurement
+from flatmin.lab.sweeps.runners import Runner
 
 ORDERS = ("first order", "second order")
 CLOSE_TO_ONE = 0.9
@@ -46,68 +29,57 @@ LOOK_EVERY: Mapping[Scale, int] = {"paper": 10, "laptop": LAPTOP_EPOCHS // 10, "
 """The epochs between two looks at the trajectory."""
 
 
+Cosines = Mapping[str, Mapping[int, BySeed]]
+"""By the way to train, the epoch and the seed."""
+
+
 def second_order(scale: Scale, runner: Runner) -> Findings:
     """Train with and without the second-order terms, and compare the updates along both trajectories (Appendix C.4)."""
-    recorder, claims = RecordingRunner(runner), FIGURES["second-order"]
-    experiments = second_order_experiments(scale)
-    epochs = range(LOOK_EVERY[scale], experiments[ORDERS[0]].epochs + 1, LOOK_EVERY[scale])
-    looks = {epoch: _cosine(experiments[ORDERS[0]], epoch) for epoch in epochs}
+    recorder, claims, every = RecordingRunner(runner), CLAIMS["second-order"], LOOK_EVERY[scale]
+    first = start(scale, SECOND_ORDER, rho=sam_rho(scale, SECOND_ORDER))  # one eps for the whole batch
+    first = replace(first, evaluate_every=every, keep_every=every)
+    experiments = dict(zip(ORDERS, (first, replace(first, optim=replace(first.optim, second_order=True))), strict=True))
+    looks = {epoch: _cosine(first, epoch) for epoch in range(every, first.epochs + 1, every)}
     jobs = {
         order: jobs_for(experiment, f"second-order/{order}", replica_seeds(scale), tuple(looks.values()))
         for order, experiment in experiments.items()
     }
-    found = recorder.replicas(jobs, "second-order: replicas with and without the second-order terms")
+    replicas = recorder.replicas(jobs, "second-order: replicas with and without the second-order terms")
     cosines = {
-        order: {epoch: measured_by_seed(outcomes, m, itemgetter("cosine")) for epoch, m in looks.items()}
-        for order, outcomes in found.items()
+        order: {epoch: group.by_seed(measured(m, "cosine")) for epoch, m in looks.items()}
+        for order, group in replicas.items()
     }
-    test = contrast_between(
-        "test error, %",
-        (ORDERS[0], found[ORDERS[0]]),
-        (ORDERS[1], found[ORDERS[1]]),
-        partial(metric_by_seed, metric="test_error"),
-    )
+    test = replicas[ORDERS[0]].lower_than(replicas[ORDERS[1]], "test error, %", "test_error")
     falls = _falling_cosines(cosines, len(replica_seeds(scale)))
     family = Family([*falls, test])
     rows = [
         [
             order,
-            number_cell(metric_by_seed(outcomes, "perturbed_error"), outcomes),
-            number_cell(metric_by_seed(outcomes, "test_error"), outcomes),
-            number_cell(_half_means(cosines[order]), outcomes, unit=""),
-            number_cell(cosines[order][epochs[-1]], outcomes, unit=""),
+            group.cell("perturbed_error"),
+            group.cell("test_error"),
+            group.cell_of(_half_means(cosines[order]), unit=""),
+            group.cell_of(cosines[order][max(looks)], unit=""),
             family.comparison(test) if order == ORDERS[0] else "",
         ]
-        for order, outcomes in found.items()
+        for order, group in replicas.items()
     ]
     columns = ["training", "train error at w + eps", "test error", "cosine, first half", "cosine, last epoch"]
-    rho = experiments[ORDERS[0]].optim.rho
     return findings(
-        item="second-order",
-        scale=scale,
-        claims=claims,
-        recorder=recorder,
+        "second-order",
+        scale,
+        recorder,
         tables=[Table(title=claims.title, columns=[*columns, "first - second"], rows=rows)],
-        figures=[_error_figure(found), _cosine_figure(found, cosines)],
+        figures=_figures(replicas, cosines),
         verdicts=[
             _cosine_verdict(family.judge(claims.statements[0].claim, falls), cosines),
             family.judge(claims.statements[1].claim, [test]),
         ],
-        hyperparameters=HYPERPARAMETERS["second-order"]
-        if scale == "paper"
-        else own_settings([experiments[ORDERS[0]]], ("rho", rho)),
+        hyperparameters=hyperparameters("second-order", scale, [first], ("rho", first.optim.rho)),
         notes=[
             "The cosine is of the two updates on one fixed training batch, at the same weights; batch norm has its "
             "running statistics. The L2 term takes part where training has it in the loss, as at the paper's scale.",
         ],
     )
-
-
-def second_order_experiments(scale: Scale) -> dict[str, Experiment]:
-    """Return training without and with the second-order terms; both share one eps for the whole batch."""
-    base = start(scale, SECOND_ORDER, rho=sam_rho(scale, SECOND_ORDER))
-    base = replace(base, evaluate_every=LOOK_EVERY[scale], keep_every=LOOK_EVERY[scale])
-    return {order: replace(base, optim=replace(base.optim, second_order=order == ORDERS[1])) for order in ORDERS}
 
 
 def _cosine(experiment: Experiment, epoch: int) -> Measurement:
@@ -118,14 +90,14 @@ def _cosine(experiment: Experiment, epoch: int) -> Measurement:
     return Measurement(kind="cosine", settings=settings, epoch=epoch)
 
 
-def _half_means(cosines: Mapping[int, Mapping[int, float]]) -> dict[int, float]:
+def _half_means(cosines: Mapping[int, BySeed]) -> dict[int, float]:
     """Return each replica's mean cosine over the first half of training."""
     first = [values for epoch, values in cosines.items() if epoch <= max(cosines) / 2]
     seeds = set.intersection(*(set(values) for values in first)) if first else set()
     return {seed: mean(values[seed] for values in first) for seed in sorted(seeds)}
 
 
-def _falling_cosines(cosines: Mapping[str, Mapping[int, Mapping[int, float]]], num_replicas: int) -> list[Contrast]:
+def _falling_cosines(cosines: Cosines, num_replicas: int) -> list[Contrast]:
     """Return the claim that the cosine is lower at the end than in the first half, for each way to train."""
     return [
         Contrast(
@@ -141,41 +113,26 @@ def _falling_cosines(cosines: Mapping[str, Mapping[int, Mapping[int, float]]], n
     ]
 
 
-def _cosine_verdict(verdict: Verdict, cosines: Mapping[str, Mapping[int, Mapping[int, float]]]) -> Verdict:
+def _cosine_verdict(verdict: Verdict, cosines: Cosines) -> Verdict:
     """Return the verdict that the cosine falls from close to 1: it must also be close to 1 in the first half."""
-    halves = {order: mean(_half_means(looks).values()) for order, looks in cosines.items()}
-    far = [order for order, value in halves.items() if value < CLOSE_TO_ONE]
+    far = [order for order, looks in cosines.items() if mean(_half_means(looks).values()) < CLOSE_TO_ONE]
     if far and verdict.status != "not tested":
-        said = (
-            f"{verdict.evidence} In the first half it is not close to 1 (taken as {CLOSE_TO_ONE:g}): {', '.join(far)}."
-        )
-        status: VerdictStatus = "not reproduced"
-        return replace(verdict, status=status, evidence=said)
+        said = f"In the first half it is not close to 1 (taken as {CLOSE_TO_ONE:g}): {', '.join(far)}."
+        return replace(verdict, status="not reproduced", evidence=f"{verdict.evidence} {said}")
     return verdict
 
 
-def _error_figure(found: Mapping[str, Sequence[Outcome]]) -> LineFigure:
-    return LineFigure(
-        title="Training error at w + eps, and test error, along training",
-        x_label="epoch",
-        y_label="error, %",
-        series=[
-            series
-            for order, outcomes in found.items()
-            for metric, name in (("perturbed_error", "train, at w + eps"), ("test_error", "test"))
-            for series in along_training(f"{name}, {order}", outcomes, methodcaller("get", metric))
-        ],
-        runs=runs_of(found),
+def _figures(replicas: Mapping[str, Replicas], cosines: Cosines) -> list[LineFigure]:
+    runs = runs_of(replicas.values())
+    errors = [
+        series
+        for order, group in replicas.items()
+        for metric, name in (("perturbed_error", "train, at w + eps"), ("test_error", "test"))
+        for series in group.along_training(f"{name}, {order}", methodcaller("get", metric))
+    ]
+    looks = [series_over(f"{order} training", looks) for order, looks in cosines.items()]
+    figures = (
+        ("Training error at w + eps, and test error, along training", "error, %", errors),
+        ("Cosine between first- and second-order updates", "cosine", looks),
     )
-
-
-def _cosine_figure(
-    found: Mapping[str, Sequence[Outcome]], cosines: Mapping[str, Mapping[int, Mapping[int, float]]]
-) -> LineFigure:
-    return LineFigure(
-        title="Cosine between first- and second-order updates",
-        x_label="epoch",
-        y_label="cosine",
-        series=[series_over(f"{order} training", looks) for order, looks in cosines.items()],
-        runs=runs_of(found),
-    )
+    return [LineFigure(title=t, x_label="epoch", y_label=y, series=series, runs=runs) for t, y, series in figures]

@@ -18,7 +18,8 @@ from flatmin.lab.studies.conditions import MethodResult, better, run_conditions
 from flatmin.lab.studies.contrasts import BySeed, Contrast, Family, mean
 from flatmin.lab.studies.findings import Findings, LineFigure, Series, Verdict
 from flatmin.lab.studies.item import Scale
-from flatmin.lab.sweeps.runners import RecordingRunner, Runner
+from flatmin.lab.studies.replicas import RecordingRunner, runs_of
+from flatmin.lab.sweeps.runners import Runner
 
 CLAIMS = FIGURES["error-reduction"]
 METRIC = "test_error"
@@ -35,7 +36,7 @@ def error_reduction(scale: Scale, runner: Runner) -> Findings:
     conditions = [*table1_conditions(scale), *imagenet_conditions(scale), *svhn_fashion_conditions(scale)]
     conditions += fine_tuning_conditions(scale, recorder)
     conditions = list({condition.name: condition for condition in conditions}.values())  # Tables 1 and 5 may share some
-    entries, _ = run_conditions(conditions, recorder, "error-reduction", replica_seeds(scale))
+    entries = run_conditions(conditions, recorder, "error-reduction", replica_seeds(scale))
     pairs = compared_methods(entries)
     measured: dict[str, list[tuple[float, str]]] = {}
     for entry, baseline in pairs:
@@ -44,10 +45,9 @@ def error_reduction(scale: Scale, runner: Runner) -> Findings:
             measured.setdefault(entry.method.name, []).append((reduction, entry.condition.name))
     claimed = [(value, name) for name, value in error_reductions().items()]
     return findings(
-        item="error-reduction",
-        scale=scale,
-        claims=CLAIMS,
-        recorder=recorder,
+        "error-reduction",
+        scale,
+        recorder,
         figures=[
             LineFigure(
                 title="Error reduction with SAM, by condition",
@@ -57,7 +57,7 @@ def error_reduction(scale: Scale, runner: Runner) -> Findings:
                     _points("claimed by the paper", claimed),
                     *(_points(f"measured: {method}", points) for method, points in measured.items()),
                 ],
-                runs=[o.job.name for e in entries for o in e.replicas if o.result is not None],
+                runs=runs_of(e.replicas for e in entries),
             )
         ],
         verdicts=[_verdict(pairs, measured)],
@@ -103,7 +103,7 @@ def _verdict(
                 higher_name="mean over conditions",
                 lower=dict.fromkeys(higher, 0.0),
                 higher=higher if all(baseline is not None for _, baseline in own) else {},
-                num_asked=max(len(entry.replicas) for entry, _ in own),
+                num_asked=max(len(entry.replicas.outcomes) for entry, _ in own),
             )
         )
     verdict = Family(contrasts).judge(CLAIMS.statements[0].claim, contrasts)

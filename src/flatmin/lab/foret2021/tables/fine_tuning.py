@@ -9,26 +9,17 @@ Not judged yet. All verdicts are in docs/reproduction.md.
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from flatmin.lab.foret2021 import settings
-from flatmin.lab.foret2021.claims import appendix as claims_appendix
-from flatmin.lab.foret2021.claims import tables as claims
-from flatmin.lab.foret2021.claims.tables import FINETUNING_DATASETS, FinetuningCell
+from flatmin.lab.foret2021.claims.appendix import FINETUNING_RHO_005
+from flatmin.lab.foret2021.claims.tables import FINETUNING, FINETUNING_DATASETS, PREVIOUS_BEST, PREVIOUS_METHODS
 from flatmin.lab.foret2021.item_findings import table_findings
 from flatmin.lab.foret2021.scales import smoke
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
-from flatmin.lab.studies.conditions import (
-    VALIDATION,
-    Condition,
-    Method,
-    double_epochs,
-    no_tuning,
-    with_rho,
-)
-from flatmin.lab.studies.findings import Cell, Findings, Table
+from flatmin.lab.studies.conditions import VALIDATION, Condition, Method, double_epochs, no_tuning, with_rho
+from flatmin.lab.studies.findings import Cell, Findings, Row, Table
 from flatmin.lab.studies.item import Scale
-from flatmin.lab.studies.printed import Claimed, Claims
+from flatmin.lab.studies.printed import Claims
 from flatmin.lab.sweeps.jobs import Job
 from flatmin.lab.sweeps.runners import Runner
 
@@ -41,16 +32,17 @@ LAPTOP_RHOS: tuple[float, ...] = (0.01, 0.02, 0.05)
 
 def fine_tuning(scale: Scale, runner: Runner) -> Findings:
     """Table 3: nine datasets, EfficientNet-b7 and -L2, with rho chosen for each."""
-    found = _findings("fine-tuning", scale, runner, fine_tuning_conditions(scale, runner), claims.FINETUNING)
-    return replace(found, tables=[*found.tables, _previous_best()]) if scale == "paper" else found
+    conditions = fine_tuning_conditions(scale, runner)
+    tuned = table_findings("fine-tuning", scale, runner, conditions, label_columns=("dataset",))
+    return replace(tuned, tables=[*tuned.tables, _previous_best()]) if scale == "paper" else tuned
 
 
 def fine_tuning_conditions(scale: Scale, runner: Runner) -> list[Condition]:
     """Return the conditions of Table 3; the smallest scale has to train the model first that is then fine-tuned."""
     if scale != "paper":
-        return [_small_condition(scale, runner, rho=None)]
+        return [_small_condition(scale, runner, FINETUNING, rho=None)]
     return [
-        _paper_condition(model, dataset, rho=None, source=claims.FINETUNING)
+        _paper_condition(model, dataset, FINETUNING, rho=None)
         for dataset in FINETUNING_DATASETS
         for model in settings.FINETUNING
     ]
@@ -60,19 +52,13 @@ def fine_tuning_default_rho(scale: Scale, runner: Runner) -> Findings:
     """Table 10: EfficientNet-b7 with rho = 0.05 throughout, nothing chosen."""
     if scale == "paper":
         conditions = [
-            _paper_condition("efficientnet-b7", dataset, settings.DEFAULT_RHO, claims_appendix.FINETUNING_RHO_005)
+            _paper_condition("efficientnet-b7", dataset, FINETUNING_RHO_005, settings.DEFAULT_RHO)
             for dataset in FINETUNING_DATASETS
             if dataset != "imagenet"  # not in the paper's table: its rho is 0.05 anyway
         ]
     else:
-        conditions = [_small_condition(scale, runner, settings.DEFAULT_RHO)]
-    return _findings("fine-tuning-rho-0.05", scale, runner, conditions, claims_appendix.FINETUNING_RHO_005)
-
-
-def _findings(
-    item: str, scale: Scale, runner: Runner, conditions: Sequence[Condition], claimed: Claims[Any]
-) -> Findings:
-    return table_findings(item, scale, runner, conditions, claimed, "finetuning", label_columns=("dataset",))
+        conditions = [_small_condition(scale, runner, FINETUNING_RHO_005, settings.DEFAULT_RHO)]
+    return table_findings("fine-tuning-rho-0.05", scale, runner, conditions, label_columns=("dataset",))
 
 
 def _methods(rhos: Sequence[float], m: int | None) -> tuple[Method, ...]:
@@ -82,7 +68,7 @@ def _methods(rhos: Sequence[float], m: int | None) -> tuple[Method, ...]:
     return base, longer, sam
 
 
-def _paper_condition(model: str, dataset: str, rho: float | None, source: Claims[FinetuningCell]) -> Condition:
+def _paper_condition(model: str, dataset: str, source: Claims, rho: float | None) -> Condition:
     training = settings.finetuning(model, dataset)
     small_images = dataset in ("cifar10", "cifar100")
     start = Experiment(
@@ -108,29 +94,20 @@ def _paper_condition(model: str, dataset: str, rho: float | None, source: Claims
         epochs=training.epochs,
     )
     fixed = rho if rho is not None else training.rho if dataset == "imagenet" else None
-    rhos = settings.RHO_GRID if fixed is None else (fixed,)
-    sam = "sam" if rho is None else "sam-0.05"
     # On ImageNet the paper's number without SAM is that of the checkpoint itself.
-    checkpoint = (Method(name="checkpoint", candidates=_untrained),) if dataset == "imagenet" else ()
-    claimed = {
-        (name, "test_error"): source[FinetuningCell(dataset, model, key)]
-        for name, key in (("checkpoint" if checkpoint else "without SAM", "sgd"), ("SAM", sam))
-    }
+    checkpoint = [Method(name="checkpoint", candidates=lambda base: [replace(base, epochs=0)])]
+    methods = _methods(settings.RHO_GRID if fixed is None else (fixed,), training.m)
     return Condition(
         labels=(dataset,),
         column=model,
         start=start,
-        methods=checkpoint + _methods(rhos, training.m),
-        claimed=claimed,
+        methods=(*checkpoint, *methods) if dataset == "imagenet" else methods,
+        claimed=source.errors(dataset, model, sgd="checkpoint" if dataset == "imagenet" else "without SAM"),
         tuning_epochs=settings.finetuning(model, dataset, held_out=VALIDATION).epochs,
     )
 
 
-def _untrained(base: Experiment) -> list[Experiment]:
-    return [replace(base, epochs=0)]
-
-
-def _small_condition(scale: Scale, runner: Runner, rho: float | None) -> Condition:
+def _small_condition(scale: Scale, runner: Runner, source: Claims, rho: float | None) -> Condition:
     if scale == "laptop":
         start = Experiment(
             data=Data(name="flowers102", augment="imagenet", batch_size=32, image_size=128),
@@ -153,29 +130,17 @@ def _small_condition(scale: Scale, runner: Runner, rho: float | None) -> Conditi
         column=start.model.name,
         start=start,
         methods=_methods(rhos if rho is None else (rho,), None),
-        claimed=_nearest_claims(rho) if scale == "laptop" else {},
+        claimed=source.errors("flowers102", "efficientnet-b7", sgd="without SAM") if scale == "laptop" else {},
     )
 
 
-def _nearest_claims(rho: float | None) -> dict[tuple[str, str], Claimed]:
-    """Return the paper's numbers for Flowers-102 with EfficientNet-b7."""
-    source, sam = (claims.FINETUNING, "sam") if rho is None else (claims_appendix.FINETUNING_RHO_005, "sam-0.05")
-    return {
-        (name, "test_error"): source[FinetuningCell("flowers102", "efficientnet-b7", key)]
-        for name, key in (("without SAM", "sgd"), ("SAM", sam))
-    }
-
-
 def _previous_best() -> Table:
-    rows: list[list[str | Cell]] = []
+    rows: list[Row] = []
     for dataset in FINETUNING_DATASETS:
-        row: list[str | Cell] = [dataset]
-        for model in settings.FINETUNING:
-            best = claims.PREVIOUS_BEST[dataset, model]
-            row.append(
-                Cell(claimed=best.error.printed(), note=f"{best.method}, {claims.PREVIOUS_METHODS[best.method]}")
-            )
-        rows.append(row)
+        bests = [PREVIOUS_BEST[dataset, model] for model in settings.FINETUNING]
+        notes = [f"{best.method}, {PREVIOUS_METHODS[best.method]}" for best in bests]
+        cells = (Cell(claimed=b.error.printed(), note=note) for b, note in zip(bests, notes, strict=True))
+        rows.append([dataset, *cells])
     return Table(
         title="The best before, as the paper cites it: top-1 error",
         columns=("dataset", "from ImageNet alone (next to b7)", "from any data (next to L2)"),

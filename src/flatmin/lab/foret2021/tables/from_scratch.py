@@ -10,12 +10,10 @@ All verdicts are in docs/reproduction.md.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from flatmin.lab.foret2021 import settings
-from flatmin.lab.foret2021.claims import appendix as claims_appendix
-from flatmin.lab.foret2021.claims import tables as claims
-from flatmin.lab.foret2021.claims.tables import AUGMENTATIONS, CIFAR_ROWS, Classification
+from flatmin.lab.foret2021.claims.appendix import CIFAR_RHO_005, SVHN_FASHION
+from flatmin.lab.foret2021.claims.tables import AUGMENTATIONS, CIFAR, CIFAR_ROWS
 from flatmin.lab.foret2021.item_findings import table_findings
 from flatmin.lab.foret2021.scales import (
     LAPTOP,
@@ -42,7 +40,7 @@ from flatmin.lab.studies.conditions import (
 )
 from flatmin.lab.studies.findings import Findings
 from flatmin.lab.studies.item import Scale
-from flatmin.lab.studies.printed import Claimed, Claims
+from flatmin.lab.studies.printed import Claims
 from flatmin.lab.sweeps.runners import Runner
 
 LABELS = ("model", "augmentation")
@@ -58,24 +56,36 @@ SMOKE_FAMILIES = ("wrn-10-1", "shake-shake-26-2x2d", "pyramidnet-11-6", "pyramid
 
 def table1(scale: Scale, runner: Runner) -> Findings:
     """Table 1: CIFAR-10 and CIFAR-100, five models, three augmentations."""
-    return _table("table1", scale, runner, table1_conditions(scale), claims.CIFAR, "cifar")
+    return table_findings("table1", scale, runner, table1_conditions(scale), label_columns=LABELS)
 
 
 def table1_conditions(scale: Scale) -> list[Condition]:
-    """Return the conditions of Table 1."""
-    return {"paper": _cifar_paper, "laptop": _small_images_laptop, "smoke": _families_smoke}[scale]()
+    """Return the conditions of Table 1; on a laptop the first is the cheapest."""
+    if scale == "paper":
+        return _cifar_paper(CIFAR, None)
+    if scale == "laptop":
+        return [
+            _laptop_condition("none", "fashion-mnist", every_m=True),
+            _laptop_condition("basic", "cifar10"),
+            _laptop_condition("basic", "cifar10", model="shake-shake-26-2x8d", lrs=LAPTOP_LRS[-1:], small=True),
+        ]
+    augments: tuple[Augment, ...] = ("basic", "cutout", "autoaugment", "none")
+    return [_smoke_condition(model, augment) for model, augment in zip(SMOKE_FAMILIES, augments, strict=True)]
 
 
 def svhn_fashion(scale: Scale, runner: Runner) -> Findings:
     """Table 5: SVHN and Fashion-MNIST, two models, two augmentations."""
-    conditions = svhn_fashion_conditions(scale)
-    return _table("svhn-fashion", scale, runner, conditions, claims_appendix.SVHN_FASHION, "svhn-fashion")
+    return table_findings("svhn-fashion", scale, runner, svhn_fashion_conditions(scale), label_columns=LABELS)
 
 
 def svhn_fashion_conditions(scale: Scale) -> list[Condition]:
     """Return the conditions of Table 5."""
     if scale == "paper":
-        return _svhn_fashion_paper()
+        return [
+            _paper_condition(row, augment, dataset, training, SVHN_FASHION, None)
+            for (row, dataset), training in settings.SVHN_FASHION.items()
+            for augment in ("basic", "autoaugment")
+        ]
     if scale == "laptop":
         return [_laptop_condition("basic", "fashion-mnist", small=True)]
     return [_smoke_condition(SMOKE_FAMILIES[0], "basic"), _smoke_condition(SMOKE_FAMILIES[1], "cutout")]
@@ -83,31 +93,19 @@ def svhn_fashion_conditions(scale: Scale) -> list[Condition]:
 
 def cifar_default_rho(scale: Scale, runner: Runner) -> Findings:
     """Table 9: the conditions of Table 1 with rho = 0.05 throughout, nothing chosen."""
+    rhos = (settings.DEFAULT_RHO,)
     if scale == "paper":
-        conditions = _cifar_paper(settings.DEFAULT_RHO)
+        conditions = _cifar_paper(CIFAR_RHO_005, settings.DEFAULT_RHO)
     elif scale == "laptop":
-        rhos, row = (settings.DEFAULT_RHO,), FAMILY_ROWS["wrn"]
         cifar = _laptop_condition("basic", "cifar10", rhos=rhos)
-        claimed = {
-            (cifar.methods[i].name, "test_error"): claims_appendix.CIFAR_RHO_005[
-                Classification(row, "basic", "cifar10", key)
-            ]
-            for i, key in ((0, "sgd"), (-1, "sam"))
-        }
-        conditions = [replace(cifar, claimed=claimed)]
+        names = {"sgd": cifar.methods[0].name, "sam": cifar.methods[-1].name}
+        conditions = [replace(cifar, claimed=CIFAR_RHO_005.errors(FAMILY_ROWS["wrn"], "basic", "cifar10", **names))]
     else:
-        conditions = [_smoke_condition(SMOKE_FAMILIES[0], "basic", rhos=(settings.DEFAULT_RHO,))]
-    return _table("rho-0.05", scale, runner, conditions, claims_appendix.CIFAR_RHO_005, "cifar")
+        conditions = [_smoke_condition(SMOKE_FAMILIES[0], "basic", rhos=rhos)]
+    return table_findings("rho-0.05", scale, runner, conditions, label_columns=LABELS)
 
 
-def _table(
-    item: str, scale: Scale, runner: Runner, conditions: Sequence[Condition], claimed: Claims[Any], source: str
-) -> Findings:
-    return table_findings(item, scale, runner, conditions, claimed, source, label_columns=LABELS)
-
-
-def _cifar_paper(rho: float | None = None) -> list[Condition]:
-    source = claims.CIFAR if rho is None else claims_appendix.CIFAR_RHO_005
+def _cifar_paper(source: Claims, rho: float | None) -> list[Condition]:
     return [
         _paper_condition(row, augment, dataset, settings.CIFAR[row, dataset], source, rho)
         for row in CIFAR_ROWS
@@ -116,18 +114,9 @@ def _cifar_paper(rho: float | None = None) -> list[Condition]:
     ]
 
 
-def _svhn_fashion_paper() -> list[Condition]:
-    return [
-        _paper_condition(row, augment, dataset, training, claims_appendix.SVHN_FASHION, None)
-        for (row, dataset), training in settings.SVHN_FASHION.items()
-        for augment in ("basic", "autoaugment")
-    ]
-
-
 def _paper_condition(
-    row: str, augment: str, dataset: str, training: Training, source: Claims[Classification], rho: float | None
+    row: str, augment: str, dataset: str, training: Training, source: Claims, rho: float | None
 ) -> Condition:
-    chosen = training.rho if rho is None else rho
     start = Experiment(
         data=Data(
             name=dataset,
@@ -141,12 +130,12 @@ def _paper_condition(
         optim=training.optim(rho=0.0),
         epochs=training.epochs,
     )
-    claimed: dict[tuple[str, str], Claimed] = {
-        (name, "test_error"): source[Classification(row, augment, dataset, key)]
-        for name, key in (("SGD", "sgd"), ("SAM", "sam"))
-    }
     return Condition(
-        labels=(row, augment), column=dataset, start=start, methods=sgd_and_sam(chosen, training.m), claimed=claimed
+        labels=(row, augment),
+        column=dataset,
+        start=start,
+        methods=sgd_and_sam(training.rho if rho is None else rho, training.m),
+        claimed=source.errors(row, augment, dataset),
     )
 
 
@@ -156,15 +145,6 @@ def sgd_and_sam(rho: float, m: int | None, doubles: bool = True) -> tuple[Method
     baselines = (sgd, double_epochs(sgd)) if doubles else (sgd,)
     names = tuple(method.name for method in baselines)
     return (*baselines, Method(name="SAM", candidates=with_rho([rho], m), after="SGD", against=(names,)))
-
-
-def _small_images_laptop() -> list[Condition]:
-    """Return Table 1's conditions for two cores; the first is the cheapest."""
-    return [
-        _laptop_condition("none", "fashion-mnist", every_m=True),
-        _laptop_condition("basic", "cifar10"),
-        _laptop_condition("basic", "cifar10", model="shake-shake-26-2x8d", lrs=LAPTOP_LRS[-1:], small=True),
-    ]
 
 
 def _laptop_condition(
@@ -189,32 +169,24 @@ def _laptop_condition(
     else:
         methods = by_micro_batches(rates, rhos, LAPTOP_M)
         sgd, sam = methods[0].name, methods[-1].name
+    source, labels = _nearest_claims(start.model.name, augment, dataset)
     return Condition(
         labels=(start.model.name, f"{augment}, {SMALL_IMAGE_SIZE} pixels" if small else augment),
         column=dataset,
         start=start,
         methods=methods,
-        claimed=_nearest_claims(start.model.name, augment, dataset, sgd, sam),
+        claimed=source.errors(*labels, sgd=sgd, sam=sam),
     )
 
 
-def _nearest_claims(model: str, augment: Augment, dataset: str, sgd: str, sam: str) -> dict[tuple[str, str], Claimed]:
-    """Return the paper's numbers for the condition that is most like one of the laptop's."""
+def _nearest_claims(model: str, augment: Augment, dataset: str) -> tuple[Claims, tuple[str, str, str]]:
+    """Return where the paper's numbers are for the condition that is most like one of the laptop's."""
     family = next(prefix for prefix in FAMILY_ROWS if model.startswith(prefix))
     if dataset == "fashion-mnist":  # where "auto augment" is Cutout
-        source = claims_appendix.SVHN_FASHION
         row = FAMILY_ROWS[family] if family == "shake-shake" else "Wide-ResNet-28-10"
-        column = "autoaugment" if augment == "cutout" else "basic"
-    else:
-        source, row = claims.CIFAR, FAMILY_ROWS["pyramidnet-shakedrop" if model.endswith("shakedrop") else family]
-        column = augment if augment in AUGMENTATIONS else "basic"
-    pairs = ((sgd, "sgd"), (sam, "sam"))
-    return {(name, "test_error"): source[Classification(row, column, dataset, key)] for name, key in pairs}
-
-
-def _families_smoke() -> list[Condition]:
-    augments: tuple[Augment, ...] = ("basic", "cutout", "autoaugment", "none")
-    return [_smoke_condition(model, augment) for model, augment in zip(SMOKE_FAMILIES, augments, strict=True)]
+        return SVHN_FASHION, (row, "autoaugment" if augment == "cutout" else "basic", dataset)
+    row = FAMILY_ROWS["pyramidnet-shakedrop" if model.endswith("shakedrop") else family]
+    return CIFAR, (row, augment if augment in AUGMENTATIONS else "basic", dataset)
 
 
 def _smoke_condition(model: str, augment: Augment, rhos: Sequence[float] = (0.05, 0.1)) -> Condition:

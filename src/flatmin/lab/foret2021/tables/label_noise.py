@@ -6,14 +6,13 @@
 At 40 % noise SAM is far better than SGD, and better still when bootstrapped. All verdicts are in docs/reproduction.md.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from flatmin.lab.foret2021 import settings
-from flatmin.lab.foret2021.claims import appendix as claims_appendix
-from flatmin.lab.foret2021.claims import tables as claims
-from flatmin.lab.foret2021.claims.tables import NOISE_LITERATURE, NOISE_METHODS, NOISE_PERCENT, NoiseCell
-from flatmin.lab.foret2021.item_findings import findings, table_findings
+from flatmin.lab.foret2021.claims.appendix import NOISE_VALIDATION
+from flatmin.lab.foret2021.claims.tables import LABEL_NOISE, NOISE_LITERATURE, NOISE_METHODS, NOISE_PERCENT
+from flatmin.lab.foret2021.item_findings import findings, hyperparameters, table_findings
 from flatmin.lab.foret2021.scales import (
     LAPTOP,
     LAPTOP_DECAYS,
@@ -24,11 +23,10 @@ from flatmin.lab.foret2021.scales import (
     small_images,
     smoke,
 )
-from flatmin.lab.foret2021.sources import HYPERPARAMETERS
 from flatmin.lab.spec.experiment import Data, Experiment, Model
-from flatmin.lab.studies.condition_tables import Rows
 from flatmin.lab.studies.conditions import (
     TUNING_SEED,
+    Candidates,
     Condition,
     Method,
     baselines,
@@ -38,40 +36,37 @@ from flatmin.lab.studies.conditions import (
     with_rates,
     with_rho,
 )
-from flatmin.lab.studies.contrasts import metric_by_seed, number_cell
-from flatmin.lab.studies.findings import Cell, Comparison, Findings, Table, Verdict, own_settings
+from flatmin.lab.studies.findings import Cell, Findings, Table, Verdict
 from flatmin.lab.studies.item import Scale
-from flatmin.lab.sweeps.jobs import Job, Outcome
-from flatmin.lab.sweeps.runners import RecordingRunner, Runner
+from flatmin.lab.studies.replicas import RecordingRunner, Replicas
+from flatmin.lab.sweeps.jobs import Job
+from flatmin.lab.sweeps.runners import Runner
 
 LAPTOP_ALPHAS = (1.0, 8.0)
 SMOKE_PERCENT = (20, 80)
 LAPTOP_PERCENT, LAPTOP_FULL = (20, 40, 80), 40
 """The noise levels of Table 4 on a laptop, and the one with all methods and images of full size."""
+PERCENTS: Mapping[Scale, tuple[int, ...]] = {"paper": NOISE_PERCENT, "laptop": LAPTOP_PERCENT, "smoke": SMOKE_PERCENT}
 LAPTOP_TABLE8_RHOS = tuple(rho for rho in settings.RHO_GRID if rho >= 0.05)
 
 
 def label_noise(scale: Scale, runner: Runner) -> Findings:
     """Table 4: SGD, Mixup and SAM, and the latter two bootstrapped, at 20 to 80 % noisy labels."""
-    percents = {"paper": NOISE_PERCENT, "laptop": LAPTOP_PERCENT, "smoke": SMOKE_PERCENT}[scale]
-    conditions = [_condition(scale, percent) for percent in percents]
     return table_findings(
         "label-noise",
         scale,
         runner,
-        conditions,
-        claims.LABEL_NOISE,
-        "label-noise",
+        [_condition(scale, percent) for percent in PERCENTS[scale]],
         label_columns=(),
         layout="methods in rows",
         accuracy=True,
-        literature=_literature(percents, scale) if scale != "smoke" else {},
+        literature=_literature(scale) if scale != "smoke" else {},
     )
 
 
 def noise_and_rho(scale: Scale, runner: Runner) -> Findings:
     """Table 8: the validation error of bootstrapped SAM for each rho and noise level."""
-    percents = {"paper": NOISE_PERCENT, "laptop": LAPTOP_PERCENT, "smoke": SMOKE_PERCENT}[scale]
+    recorder, percents, m = RecordingRunner(runner), PERCENTS[scale], base_m(scale)
     rhos = (0.0, *{"paper": settings.RHO_GRID, "laptop": LAPTOP_TABLE8_RHOS, "smoke": (0.1,)}[scale])
     jobs = {}
     for percent in percents:
@@ -79,37 +74,20 @@ def noise_and_rho(scale: Scale, runner: Runner) -> Findings:
         base = small_images(base) if scale == "laptop" else base
         held_out = replace(base.data, validation=settings.VALIDATION, bootstrap=True)
         for rho in rhos:
-            m = base_m(scale)
             experiment = replace(base, data=held_out, optim=replace(base.optim, rho=rho, m=m))
             name = f"noise-and-rho/{percent} %/rho {rho:g}"
-            jobs[rho, percent] = Job(experiment=replace(experiment, name=name), seed=TUNING_SEED)
-    recorder = RecordingRunner(runner)
-    outcomes = dict(zip(jobs, recorder.outcomes(list(jobs.values()), "noise-and-rho"), strict=True))
-    rows: Rows = []
-    for rho in rhos:
-        row: list[str | Cell | Comparison] = [f"{rho:g}"]
-        for percent in percents:
-            outcome = outcomes[rho, percent]
-            claimed = claims_appendix.NOISE_VALIDATION.cells.get(claims_appendix.RhoNoiseCell(rho, percent))
-            row.append(
-                number_cell(
-                    metric_by_seed([outcome], "valid_error"),
-                    [outcome],
-                    claimed=claimed.printed() if claimed is not None and scale != "smoke" else None,
-                    note=None if outcome.failure is None else "diverged" if outcome.final else "failed",
-                )
-            )
-        rows.append(row)
+            jobs[rho, percent] = [Job(experiment=replace(experiment, name=name), seed=TUNING_SEED)]
+    runs = recorder.replicas(jobs, "noise-and-rho")
+    best = ", ".join(f"{p} %: {_best_rho({rho: runs[rho, p] for rho in rhos})}" for p in percents)
     return findings(
-        item="noise-and-rho",
-        scale=scale,
-        claims=claims_appendix.NOISE_VALIDATION,
-        recorder=recorder,
+        "noise-and-rho",
+        scale,
+        recorder,
         tables=[
             Table(
                 title="Validation error of bootstrapped SAM",
                 columns=("rho", *(f"{percent} % noise" for percent in percents)),
-                rows=rows,
+                rows=[[f"{rho:g}", *(_cell(runs[rho, p], rho, p, scale) for p in percents)] for rho in rhos],
                 note="One run each; the validation set is clean.",
             )
         ],
@@ -117,23 +95,28 @@ def noise_and_rho(scale: Scale, runner: Runner) -> Findings:
             Verdict(
                 claim=statement.claim,
                 status="not tested",
-                evidence=f"One run each proves nothing. Best here: {_best_rhos(outcomes, rhos, percents)}.",
+                evidence=f"One run each proves nothing. Best here: {best}.",
             )
-            for statement in claims_appendix.NOISE_VALIDATION.statements
+            for statement in NOISE_VALIDATION.statements
         ],
-        hyperparameters=HYPERPARAMETERS["label-noise"]
-        if scale == "paper"
-        else own_settings([job.experiment for job in jobs.values()], ("rho", rhos), ("m", base_m(scale))),
+        hyperparameters=hyperparameters(
+            "noise-and-rho", scale, [job.experiment for (job,) in jobs.values()], ("rho", rhos), ("m", m)
+        ),
     )
 
 
-def _best_rhos(outcomes: Mapping[tuple[float, int], Outcome], rhos: Sequence[float], percents: Sequence[int]) -> str:
-    best = []
-    for percent in percents:
-        errors = {rho: metric_by_seed([outcomes[rho, percent]], "valid_error").get(TUNING_SEED) for rho in rhos}
-        known = {rho: error for rho, error in errors.items() if error is not None}
-        best.append(f"{percent} %: {f'rho {min(known, key=known.__getitem__):g}' if known else 'not run'}")
-    return ", ".join(best)
+def _cell(run: Replicas, rho: float, percent: int, scale: Scale) -> Cell:
+    claimed, (outcome,) = NOISE_VALIDATION.cells.get((rho, percent)), run.outcomes
+    return run.cell(
+        "valid_error",
+        claimed=claimed.printed() if claimed is not None and scale != "smoke" else None,
+        note=None if outcome.failure is None else "diverged" if outcome.final else "failed",
+    )
+
+
+def _best_rho(runs: Mapping[float, Replicas]) -> str:
+    errors = {rho: error for rho, run in runs.items() for error in run.by_seed("valid_error").values()}
+    return f"rho {min(errors, key=errors.__getitem__):g}" if errors else "not run"
 
 
 def base_m(scale: Scale) -> int | None:
@@ -171,9 +154,7 @@ def _condition(scale: Scale, percent: int) -> Condition:
     mixups = (mixup, double_epochs(mixup))
     rivals = ((sgd.name, longer.name), tuple(m.name for m in mixups))
     sam = tuple(replace(m, against=rivals) if m.name == "SAM" else m for m in sam)
-    claimed = {
-        (name, "test_error"): claims.LABEL_NOISE[NoiseCell(name, percent)] for name in NOISE_METHODS if scale != "smoke"
-    }
+    claimed = {(name, "test_error"): LABEL_NOISE[name, percent] for name in NOISE_METHODS if scale != "smoke"}
     start, column = _start(scale, percent), _column(percent, scale)
     if _is_small(percent, scale):
         methods = (sgd, longer, *mixups, *(m for m in sam if m.name == "SAM"))
@@ -201,7 +182,7 @@ def _column(percent: int, scale: Scale) -> str:
     return f"{percent} % ({SMALL_IMAGE_SIZE} pixels)" if _is_small(percent, scale) else f"{percent} %"
 
 
-def _with_mixup(alphas: Sequence[float]) -> Callable[[Experiment], list[Experiment]]:
+def _with_mixup(alphas: Sequence[float]) -> Candidates:
     return lambda base: [replace(base, data=replace(base.data, mixup=alpha)) for alpha in alphas]
 
 
@@ -209,13 +190,12 @@ def _bootstrapped(base: Experiment) -> list[Experiment]:
     return [replace(base, data=replace(base.data, bootstrap=True))]
 
 
-def _literature(percents: Sequence[int], scale: Scale) -> dict[str, dict[str, Cell]]:
-    found: dict[str, dict[str, Cell]] = {}
-    for method in NOISE_LITERATURE:
-        cells = {percent: claims.LABEL_NOISE.cells.get(NoiseCell(method, percent)) for percent in percents}
-        found[method] = {
-            _column(percent, scale): Cell(claimed=claimed.printed(), note="cited")
-            for percent, claimed in cells.items()
-            if claimed is not None
+def _literature(scale: Scale) -> dict[str, dict[str, Cell]]:
+    return {
+        method: {
+            _column(percent, scale): Cell(claimed=LABEL_NOISE[method, percent].printed(), note="cited")
+            for percent in PERCENTS[scale]
+            if (method, percent) in LABEL_NOISE.cells
         }
-    return found
+        for method in NOISE_LITERATURE
+    }
