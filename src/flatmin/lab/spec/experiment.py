@@ -69,26 +69,23 @@ class Data:
             raise field_error(
                 self, "name", f"one of {', '.join(DATASETS)}, or folder:PATH", did_you_mean(self.name, DATASETS)
             )
-        crops = self.augment == "imagenet" and dataset_info(self.name).in_memory
-        require(
-            self, "augment", not crops, f"another one: imagenet crops photographs, and {self.name} has small images"
-        )
-        require(self, "mixup", 0 <= self.mixup <= 1e6, "at least 0 (0 is without Mixup) and at most 1e6")
-        require(self, "cutout_size", self.cutout_size >= 1, "at least 1 pixel")
-        require(self, "batch_size", self.batch_size >= 1, "at least 1")
+        small = dataset_info(self.name).in_memory
+        crops = f"another one: imagenet crops photographs, and {self.name} has small images"
+        padding = f"at least 0 and only for photographs; {self.name} has small images"
         require(
             self,
-            "image_size",
-            self.image_size is None or 8 <= self.image_size <= 8192,
-            "at least 8 and at most 8192",
+            ("augment", self.augment != "imagenet" or not small, crops),
+            ("mixup", 0 <= self.mixup <= 1e6, "at least 0 (0 is without Mixup) and at most 1e6"),
+            ("cutout_size", self.cutout_size >= 1, "at least 1 pixel"),
+            ("batch_size", self.batch_size >= 1, "at least 1"),
+            ("image_size", self.image_size is None or 8 <= self.image_size <= 8192, "at least 8 and at most 8192"),
+            ("crop_padding", self.crop_padding is None or (self.crop_padding >= 0 and not small), padding),
+            ("train_size", self.train_size is None or self.train_size >= 1, "at least 1, or None for all"),
+            ("validation", 0 <= self.validation < 1, "in [0, 1); the paper holds out 0.1"),
+            ("label_noise", 0 <= self.label_noise <= 1, "in [0, 1]; the paper has 0.2, 0.4, 0.6 and 0.8"),
+            ("extra", not self.extra or self.name == "svhn", "false: only svhn has additional images"),
+            ("seed", 0 <= self.seed < 2**64, "at least 0 and below 2**64"),
         )
-        padded = self.crop_padding is None or (self.crop_padding >= 0 and not dataset_info(self.name).in_memory)
-        require(self, "crop_padding", padded, f"at least 0 and only for photographs; {self.name} has small images")
-        require(self, "train_size", self.train_size is None or self.train_size >= 1, "at least 1, or None for all")
-        require(self, "validation", 0 <= self.validation < 1, "in [0, 1); the paper holds out 0.1")
-        require(self, "label_noise", 0 <= self.label_noise <= 1, "in [0, 1]; the paper has 0.2, 0.4, 0.6 and 0.8")
-        require(self, "extra", not self.extra or self.name == "svhn", "false: only svhn has additional images")
-        require(self, "seed", 0 <= self.seed < 2**64, "at least 0 and below 2**64")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,40 +117,37 @@ class Model:
         """Check every field."""
         conform(self)
         try:
-            check_model_name(self.name)
+            family = check_model_name(self.name).family
         except ValueError as error:
             raise field_error(self, "name", str(error)) from None
+        differs = self.norm == "batch" and family in ("wrn", "shake-shake", "pyramidnet")
+        only = "standard: only wrn-* with batch norm, shake-shake-* and pyramidnet-* differ"
+        fresh = "false where there is no checkpoint: fresh statistics (0 and 1) normalize nothing"
+        rates = {name: getattr(self, name) for name in ("dropout", "drop_connect")}
         require(
             self,
-            "norm",
-            self.norm == "batch" or self.name.startswith("wrn-"),
-            "batch: only wrn-* goes without",
-        )
-        plain = self.design == "standard" or (
-            self.norm == "batch" and self.name.startswith(("wrn-", "shake-shake-", "pyramidnet-"))
-        )
-        require(self, "design", plain, "standard: only wrn-* with batch norm, shake-shake-* and pyramidnet-* differ")
-        for name in ("dropout", "drop_connect"):
-            rate = getattr(self, name)
-            require(self, name, 0 <= rate < 1, "in [0, 1)")
-            from_timm = check_model_name(self.name).family == "timm"
-            require(self, name, rate == 0 or from_timm, "0: only models from timm have it")
-        require(
-            self,
-            "head",
-            self.head == "auto" or self.checkpoint is not None,
-            "auto where there is no checkpoint",
-        )
-        require(
-            self,
-            "freeze_batch_norm",
-            not self.freeze_batch_norm or self.checkpoint is not None,
-            "false where there is no checkpoint: fresh statistics (0 and 1) normalize nothing",
+            ("norm", self.norm == "batch" or family == "wrn", "batch: only wrn-* goes without"),
+            ("design", self.design == "standard" or differs, only),
+            *((name, 0 <= rate < 1, "in [0, 1)") for name, rate in rates.items()),
+            *(
+                (name, rate == 0 or family == "timm", "0: only models from timm have it")
+                for name, rate in rates.items()
+            ),
+            ("head", self.head == "auto" or self.checkpoint is not None, "auto where there is no checkpoint"),
+            ("freeze_batch_norm", not self.freeze_batch_norm or self.checkpoint is not None, fresh),
         )
 
     def without_checkpoint(self) -> "Model":
         """Return the same model with fresh weights."""
         return dataclasses.replace(self, checkpoint=None, head="auto", freeze_batch_norm=False)
+
+
+SAM_ONLY: dict[str, Any] = {
+    **{"adaptive": None, "sync_perturbation": False, "second_order": False, "ascent_steps": 1, "direction": "gradient"},
+    **{"p": 2.0, "part": 1.0, "ascent_part": 1.0, "every": 1, "weight": None},
+}
+"""The fields of `Optim` that mean nothing without SAM, and their defaults."""
+NO_SAM = "left alone where rho is 0: without SAM it has no meaning"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,66 +203,51 @@ class Optim:
     def __post_init__(self) -> None:
         """Check every field."""
         conform(self)
-        require(self, "lr", 0 < self.lr <= 1e30, "positive and at most 1e30")
-        require(self, "momentum", 0 <= self.momentum < 1, "in [0, 1)")
-        if self.name == "sgd":
-            require(self, "nesterov", not self.nesterov or self.momentum > 0, "false where momentum is 0")
-        require(self, "weight_decay", 0 <= self.weight_decay <= 1e6, "at least 0 and at most 1e6")
-        require(self, "warmup_epochs", self.warmup_epochs >= 0, "at least 0")
-        require(self, "label_smoothing", 0 <= self.label_smoothing < 1, "in [0, 1)")
-        require(self, "clip_norm", self.clip_norm is None or self.clip_norm > 0, "positive, or None")
         for name, check in (("rho", check_rho), ("p", check_p)):
             try:
                 check(getattr(self, name))
             except ValueError as error:
                 raise SpecError(f"optim.{name}: {error}") from None
-        require(self, "rho", self.rho <= 1e30, "at most 1e30")
-        require(
-            self,
-            "adaptive",
-            self.adaptive is None or 0 <= self.adaptive <= 1e6,
-            "at least 0 and at most 1e6, or None",
-        )
-        require(self, "ascent_steps", self.ascent_steps >= 1, "at least 1")
-        require(
-            self,
-            "ascent_steps",
-            self.ascent_steps == 1 or self.p in (1, 2, math.inf),
-            "1 where p is not 1, 2 or inf",
-        )
-        require(
-            self,
-            "ascent_steps",
-            self.ascent_steps == 1 or self.direction == "gradient",
-            "1 where direction is random or momentum",
-        )
-        require(self, "part", 0 < self.part <= 1, "in (0, 1]")
-        require(self, "ascent_part", 0 < self.ascent_part <= 1, "in (0, 1]")
-        require(self, "every", self.every >= 1, "at least 1")
-        finite = self.weight is None or (self.weight >= 0 and math.isfinite(self.weight))
-        require(self, "weight", finite, "finite and not negative, or None for full strength")
+        one_ascent, ascent = self.ascent_steps == 1, self.direction == "gradient"
         cheap = self.part < 1 or self.every > 1 or self.weight not in (None, 1)
-        only = "left alone where direction is momentum, whose step is one pass"
-        require(self, "direction", self.direction != "momentum" or not (cheap or self.ascent_part < 1), only)
-        alone = self.direction == "gradient" and not cheap and self.m is None and self.ascent_steps == 1
-        require(self, "ascent_part", self.ascent_part == 1 or alone, "1 with part, every, weight, m or another ascent")
-        require(self, "m", self.m is None or self.m >= 1, "at least 1, or None")
-        require(self, "m", self.m is None or not self.sync_perturbation, "None where sync_perturbation is true")
-        untouched: dict[str, Any] = {"adaptive": None, "sync_perturbation": False, "second_order": False}
-        untouched |= {"ascent_steps": 1, "direction": "gradient", "p": 2.0}
-        untouched |= {"part": 1.0, "ascent_part": 1.0, "every": 1, "weight": None}
-        for name, default in untouched.items():
-            left_alone = self.rho > 0 or getattr(self, name) == default
-            require(self, name, left_alone, "left alone where rho is 0: without SAM it has no meaning")
+        alone = ascent and not cheap and self.m is None and one_ascent
         plain = self.m is None and not self.sync_perturbation and self.adaptive is None
         plain = plain and not cheap and self.ascent_part == 1 and self.direction != "momentum"
-        one_step = self.ascent_steps == 1 and self.p in (2, math.inf)
+        exact = plain and one_ascent and self.p in (2, math.inf)
+        finite = self.weight is None or (self.weight >= 0 and math.isfinite(self.weight))
         require(
             self,
-            "second_order",
-            not self.second_order or (plain and one_step),
-            "false with m, sync_perturbation, adaptive, part, every, weight, momentum, several ascent steps, or p "
-            "other than 2 and inf",
+            ("lr", 0 < self.lr <= 1e30, "positive and at most 1e30"),
+            ("momentum", 0 <= self.momentum < 1, "in [0, 1)"),
+            ("nesterov", self.name != "sgd" or not self.nesterov or self.momentum > 0, "false where momentum is 0"),
+            ("weight_decay", 0 <= self.weight_decay <= 1e6, "at least 0 and at most 1e6"),
+            ("warmup_epochs", self.warmup_epochs >= 0, "at least 0"),
+            ("label_smoothing", 0 <= self.label_smoothing < 1, "in [0, 1)"),
+            ("clip_norm", self.clip_norm is None or self.clip_norm > 0, "positive, or None"),
+            ("rho", self.rho <= 1e30, "at most 1e30"),
+            ("adaptive", self.adaptive is None or 0 <= self.adaptive <= 1e6, "at least 0 and at most 1e6, or None"),
+            ("ascent_steps", self.ascent_steps >= 1, "at least 1"),
+            ("ascent_steps", one_ascent or self.p in (1, 2, math.inf), "1 where p is not 1, 2 or inf"),
+            ("ascent_steps", one_ascent or ascent, "1 where direction is random or momentum"),
+            ("part", 0 < self.part <= 1, "in (0, 1]"),
+            ("ascent_part", 0 < self.ascent_part <= 1, "in (0, 1]"),
+            ("every", self.every >= 1, "at least 1"),
+            ("weight", finite, "finite and not negative, or None for full strength"),
+            (
+                "direction",
+                self.direction != "momentum" or not (cheap or self.ascent_part < 1),
+                "left alone where direction is momentum, whose step is one pass",
+            ),
+            ("ascent_part", self.ascent_part == 1 or alone, "1 with part, every, weight, m or another ascent"),
+            ("m", self.m is None or self.m >= 1, "at least 1, or None"),
+            ("m", self.m is None or not self.sync_perturbation, "None where sync_perturbation is true"),
+            *((name, self.rho > 0 or getattr(self, name) == default, NO_SAM) for name, default in SAM_ONLY.items()),
+            (
+                "second_order",
+                not self.second_order or exact,
+                "false with m, sync_perturbation, adaptive, part, every, weight, momentum, several ascent steps, or p "
+                "other than 2 and inf",
+            ),
         )
 
 
@@ -297,24 +276,22 @@ class Experiment:
     def __post_init__(self) -> None:
         """Check every field."""
         conform(self)
-        require(self, "name", self.name.isprintable(), "printable text")
         only_evaluates = self.epochs == 0 and self.model.checkpoint is not None
-        known = 1 <= self.epochs <= 10**9 or only_evaluates
-        require(self, "epochs", known, "at least 1 (or 0 with a model.checkpoint) and at most 1e9")
-        require(self, "evaluate_every", self.evaluate_every >= 1, "at least 1")
-        require(self, "keep_every", self.keep_every is None or self.keep_every >= 1, "at least 1, or None")
-        require(self, "stop_loss", self.stop_loss is None or self.stop_loss > 0, "positive, or None")
+        trains, m = 1 <= self.epochs <= 10**9, self.optim.m
+        warms_up = self.optim.warmup_epochs < self.epochs or only_evaluates
         require(
-            self.optim,
-            "warmup_epochs",
-            self.optim.warmup_epochs < self.epochs or only_evaluates,
-            f"less than epochs, which is {self.epochs}",
+            self,
+            ("name", self.name.isprintable(), "printable text"),
+            ("epochs", trains or only_evaluates, "at least 1 (or 0 with a model.checkpoint) and at most 1e9"),
+            ("evaluate_every", self.evaluate_every >= 1, "at least 1"),
+            ("keep_every", self.keep_every is None or self.keep_every >= 1, "at least 1, or None"),
+            ("stop_loss", self.stop_loss is None or self.stop_loss > 0, "positive, or None"),
         )
+        size = self.data.batch_size
         require(
             self.optim,
-            "m",
-            self.optim.m is None or self.optim.m <= self.data.batch_size,
-            f"at most data.batch_size, which is {self.data.batch_size}",
+            ("warmup_epochs", warms_up, f"less than epochs, which is {self.epochs}"),
+            ("m", m is None or m <= size, f"at most data.batch_size, which is {size}"),
         )
 
     def to_json(self) -> str:

@@ -95,10 +95,11 @@ def _describe(hint: Any) -> str:
     return "None" if hint is types.NoneType else f"of type {hint.__name__}"
 
 
-def require(spec: Any, name: str, holds: bool, allowed: str) -> None:
-    """Raise the error of a field if a condition does not hold."""
-    if not holds:
-        raise field_error(spec, name, allowed)
+def require(spec: Any, *conditions: tuple[str, bool, str]) -> None:
+    """Raise the error of the first field whose condition does not hold: (name, whether it holds, what is allowed)."""
+    for name, holds, allowed in conditions:
+        if not holds:
+            raise field_error(spec, name, allowed)
 
 
 def field_error(spec: Any, name: str, allowed: str, hint: str = "") -> SpecError:
