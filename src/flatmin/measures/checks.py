@@ -90,8 +90,7 @@ def _check_batch_norm(objective: "Objective") -> None:
         by_batch = isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
         if by_batch and not objective.batch_statistics:
             raise ValueError(
-                f"The batch norm layer {name!r} normalizes with the statistics of each batch, so that the "
-                "loss depends "
+                f"The batch norm layer {name!r} normalizes with the statistics of each batch, so that the loss depends "
                 f"on how the data is batched. {EVAL_FIX}"
             )
 

@@ -238,8 +238,7 @@ def _check_center(loss: float, known: tuple[float, float] | None, cache: object)
     if known is not None and abs(known[0] - loss) > CENTRE_TOLERANCE * max(abs(loss), abs(known[0])):
         raise ValueError(
             f"The cache {cache} belongs to another loss: it has {known[0]:.6g} at the model itself, where "
-            "loss_fn gives "
-            f"{loss:.6g}. It was not changed. Choose another file."
+            f"loss_fn gives {loss:.6g}. It was not changed. Choose another file."
         )
 
 
@@ -269,8 +268,7 @@ def _objectives(
     for number, other in enumerate(shapes[1:], 2):
         if other != shapes[0]:
             raise ValueError(
-                f"Model {number} has parameters of other names or shapes than model 1, so that there are "
-                "no directions "
+                f"Model {number} has parameters of other names or shapes than model 1, so that there are no directions "
                 "they share. Look at them one by one."
             )
     return [

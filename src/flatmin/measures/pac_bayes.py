@@ -59,8 +59,7 @@ class Bound:
     def __str__(self) -> str:
         verdict = f"vacuous: above the range of the loss, {self.loss_range:g}" if self.vacuous else "not vacuous"
         return (
-            f"estimate of the bound: {self.total:.4g} = {self.sharp_loss:.4g} (sharp loss) + "
-            f"{self.complexity:.4g} "
+            f"estimate of the bound: {self.total:.4g} = {self.sharp_loss:.4g} (sharp loss) + {self.complexity:.4g} "
             f"(complexity); {verdict}"
         )
 
@@ -146,8 +145,7 @@ def pac_bayes_bound(
     for value in (loss, sharp_loss):
         if not -RANGE_TOLERANCE * loss_range <= value <= loss_range * (1 + RANGE_TOLERANCE):
             raise ValueError(
-                f"The loss is {value:.4g}, outside of [0, {loss_range:g}]. The bound needs a known range: "
-                "clip the "
+                f"The loss is {value:.4g}, outside of [0, {loss_range:g}]. The bound needs a known range: clip the "
                 "loss of each example and pass loss_range, or pass metric='error'."
             )
     weights = objective.weights()

@@ -59,8 +59,7 @@ class PointCache:
         other = [key for key in self._header if found.get(key) != self._header[key]]
         if other:
             raise ValueError(
-                f"The cache {self.path} belongs to another landscape (it differs in: {', '.join(other)}); "
-                "it was not "
+                f"The cache {self.path} belongs to another landscape (it differs in: {', '.join(other)}); it was not "
                 "changed. Choose another file, or the model, data and settings it was made with."
             )
         for line in lines:

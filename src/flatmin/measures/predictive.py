@@ -93,8 +93,7 @@ def predictive_power(
     scored = [chosen for chosen in cells if len(chosen) == max(map(len, cells)) and not math.isnan(per_set[chosen])]
     if not scored:
         raise ValueError(
-            "hyperparameters leave nothing to predict: no two models share the values of two of them. "
-            "Train several "
+            "hyperparameters leave nothing to predict: no two models share the values of two of them. Train several "
             "models for each pair of values (other hyperparameters, or seeds as one of them)."
         )
     rng = np.random.default_rng(seed)
@@ -127,8 +126,7 @@ def _check(
     """Return the cell of each ordered pair of models, for every set of at most two hyperparameters."""
     if not (mu.ndim == g.ndim == 1 and len(mu) == len(g) == len(hyperparameters)):
         raise ValueError(
-            f"measure, gap and hyperparameters must have one entry for each model, got {len(mu)}, "
-            f"{len(g)} and "
+            f"measure, gap and hyperparameters must have one entry for each model, got {len(mu)}, {len(g)} and "
             f"{len(hyperparameters)}."
         )
     if len(mu) < 2:

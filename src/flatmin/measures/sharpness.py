@@ -214,8 +214,7 @@ def _check_m(objective: Objective, m: int | None) -> int:
     smallest = min(objective.shards)
     if m > smallest:
         raise ValueError(
-            f"m must be at most the number of examples of every rank, at least {smallest}, or all {n}; "
-            f"got {m}: "
+            f"m must be at most the number of examples of every rank, at least {smallest}, or all {n}; got {m}: "
             "a subset cannot cross ranks."
         )
     return m

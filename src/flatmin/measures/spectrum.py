@@ -101,8 +101,7 @@ def top_eigenvalues(op: Operator, k: int = 5, *, tol: float = 1e-3, max_iter: in
     if not done:
         worst = float(np.max(residuals / np.maximum(np.abs(values), np.finfo(float).tiny)))
         warnings.warn(
-            f"top_eigenvalues did not converge in {limit} products: the worst relative residual is "
-            f"{worst:.1e}, "
+            f"top_eigenvalues did not converge in {limit} products: the worst relative residual is {worst:.1e}, "
             f"tol is {tol:.1e}. Raise max_iter or tol.",
             RuntimeWarning,
             stacklevel=2,

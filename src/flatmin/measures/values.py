@@ -52,7 +52,6 @@ def error_rate(outputs: Any, targets: Any) -> float:
             return int((predicted != labels).sum()) / labels.numel()
     shapes = [tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in (outputs, targets)]
     raise NoErrorRateError(
-        "The error rate needs outputs (N, classes, ...) and targets (N, ...) with classes, got "
-        f"{shapes[0]} and "
+        f"The error rate needs outputs (N, classes, ...) and targets (N, ...) with classes, got {shapes[0]} and "
         f"{shapes[1]}. For other outputs use metric='loss'."
     )

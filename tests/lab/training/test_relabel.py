@@ -12,12 +12,7 @@ from flatmin.lab.models.build import build_model
 from flatmin.lab.runs.checkpoint import latest_checkpoint, read_state
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
 from flatmin.lab.training.engine import train
-from flatmin.lab.training.relabel import (
-    has_predicted_labels,
-    read_predicted_labels,
-    relabeled,
-    write_predicted_labels,
-)
+from flatmin.lab.training.relabel import predicted_labels, read_predicted_labels, relabeled
 from flatmin.lab.training.trained_model import load_trained
 
 
@@ -63,9 +58,8 @@ def test_the_second_network_starts_from_other_weights(tmp_path):
 def test_predictions_are_kept_for_a_run_that_is_resumed(tmp_path):
     dataset = load_dataset(noisy().data)
     predicted = (dataset.train.labels + (np.arange(120) < 30)) % 10
-    assert not has_predicted_labels(tmp_path)
-    write_predicted_labels(tmp_path, dataset.train.labels, predicted)
-    assert has_predicted_labels(tmp_path)
+    np.testing.assert_array_equal(predicted_labels(tmp_path, dataset, lambda: predicted), predicted)
+    np.testing.assert_array_equal(predicted_labels(tmp_path, dataset, lambda: None), predicted)  # not predicted again
     assert json.loads((tmp_path / "predicted_labels.json").read_text())["num_changed"] == 30
     np.testing.assert_array_equal(relabeled(dataset, read_predicted_labels(tmp_path, dataset)).train.labels, predicted)
 

@@ -25,11 +25,7 @@ def print_plan(
 ) -> None:
     """Print what the missing runs of each item need, and the commands for one host, several hosts and Ray.
 
-    Args:
-        planned: the jobs that are missing, by the name of the item.
-        scale: of the items.
-        images_per_second: how fast one device trains `REFERENCE` without SAM; None if that is not known.
-        console: where to print.
+    ``images_per_second`` is how fast one device trains `REFERENCE` without SAM; None if that is not known.
     """
     jobs = {name: list(missing) for name, missing in planned.items()}
     everything = [job for missing in jobs.values() for job in missing]  # items may share runs: they count once

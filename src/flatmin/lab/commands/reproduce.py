@@ -2,7 +2,7 @@
 
 import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -17,8 +17,9 @@ from flatmin.lab.errors import DataError, ModelError, SpecError
 from flatmin.lab.studies.findings import Findings
 from flatmin.lab.studies.item import Item, Scale
 from flatmin.lab.studies.plan import plan, with_all_missing
+from flatmin.lab.sweeps.jobs import Job
 from flatmin.lab.sweeps.preflight import Inputs
-from flatmin.lab.sweeps.runners import FilteredRunner, ReadOnlyRunner, Runner, is_meant, label
+from flatmin.lab.sweeps.runners import DryRunner, FilteredRunner, ReadOnlyRunner, Runner, is_meant, label
 from flatmin.lab.training.engine import CHECKPOINT_SECONDS
 
 SHOWN_NAMES = 5
@@ -61,12 +62,20 @@ class Reproduce:
 
         if not self.items:
             raise SpecError(f"Which table or figure? There are {', '.join(ITEMS)}, and all.")
-        chosen = items_named(self.items)
-        archive = ReadOnlyRunner(self.runs)
-        if self.plan or self.images_per_second is not None:
-            self._print_plan(chosen, archive, console)
+        speed = self.images_per_second
+        if speed is not None and not (self.plan and 0 < speed < math.inf):
+            raise SpecError(f"--images-per-second must be positive, and goes with --plan; got {speed}.")
+        chosen, archive = items_named(self.items), ReadOnlyRunner(self.runs)
+        plans = {item.name: plan(item.study, self.scale, archive) for item in chosen}
+        missing = {
+            name: [job for job in planned.missing.values() if is_meant(label(job), self.only)]
+            for name, planned in plans.items()
+        }
+        if self.plan:
+            print_plan(missing, self.scale, speed, console)
             return
-        skipped = self._cannot_run(chosen, archive)
+        self._check_only(plans.values())
+        skipped = self._cannot_run(missing)
         _raise_if_none_is_left(chosen, skipped)
         for name, why in skipped.items():
             console.print(f"{name} is left out: {why}", highlight=False, markup=False)
@@ -104,47 +113,24 @@ class Reproduce:
             reasons = "\n".join(dict.fromkeys(map(str, skipped.values())))
             raise DataError(f"What {', '.join(skipped)} needed was not there; all else was run.\n{reasons}")
 
-    def _print_plan(self, chosen: Sequence[Item], archive: ReadOnlyRunner, console: Console) -> None:
-        speed = self.images_per_second
-        if speed is not None and not (self.plan and 0 < speed < math.inf):
-            raise SpecError(f"--images-per-second must be positive, and goes with --plan; got {speed}.")
-        planned = {
-            item.name: [
-                job
-                for job in plan(item.study, self.scale, archive).missing.values()
-                if not self.only or is_meant(label(job), self.only)
-            ]
-            for item in chosen
-        }
-        print_plan(planned, self.scale, speed, console)
-
-    def _cannot_run(self, chosen: Sequence[Item], archive: ReadOnlyRunner) -> dict[str, Exception]:
-        """Return why some items cannot be run, by name; before the first one begins, because that may take hours.
-
-        Raises:
-            SpecError: ``only`` means no run of any item.
-        """
-        plans = {item.name: plan(item.study, self.scale, archive) for item in chosen}
-        labels = dict.fromkeys(text for planned in plans.values() for text in planned.labels)
-        if self.only and not any(is_meant(text, self.only) for text in labels):
+    def _check_only(self, plans: Iterable[DryRunner]) -> None:
+        """Raise a SpecError if ``only`` means no run of any item."""
+        labels = dict.fromkeys(text for planned in plans for text in planned.labels)
+        if not any(is_meant(text, self.only) for text in labels) and self.only:
             names = list(dict.fromkeys(text.rpartition("/")[0].removesuffix(" (choosing)") for text in labels))
             close = difflib.get_close_matches(self.only[0], names, n=SHOWN_NAMES, cutoff=0.5) or names[:SHOWN_NAMES]
             raise SpecError(
                 f"--only {' '.join(self.only)}: no run has that in its name. There are {len(names)} names, for "
                 f"example {', '.join(close)}."
             )
-        # The nodes of a cluster have their own files, which are unknown here.
-        if self.engine == "ray":
+
+    def _cannot_run(self, missing: Mapping[str, Sequence[Job]]) -> dict[str, Exception]:
+        """Return why some items cannot be run, by name; before the first one begins, because that may take hours."""
+        if self.engine == "ray":  # the nodes of a cluster have their own files, which are unknown here
             return {}
         inputs = Inputs(data_root=self.data_root)
-        found = {}
-        for name, planned in plans.items():
-            jobs = [job for job in planned.missing.values() if not self.only or is_meant(label(job), self.only)]
-            problems = inputs.problems(jobs)
-            if problems:
-                kind = type(problems[0])
-                found[name] = kind("\n".join(map(str, problems)))
-        return found
+        problems = {name: inputs.problems(jobs) for name, jobs in missing.items()}
+        return {name: type(errors[0])("\n".join(map(str, errors))) for name, errors in problems.items() if errors}
 
     def _what_comes_first(self, chosen: Sequence[Item], archive: ReadOnlyRunner) -> str:
         """Return why nothing was run though ``only`` means some runs: their settings are to be chosen by others."""

@@ -31,7 +31,6 @@ FASHION_MNIST_FILES = {  # md5 of the uncompressed files: packages recompress th
     "t10k-images-idx3-ubyte": "8181f5470baa50b63fa0f6fddb340f0a",
     "t10k-labels-idx1-ubyte": "15d484375f8d13e6eb1aabb0c3f46965",
 }
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,8 +71,7 @@ def find_or_download(name: str, data_root: Path | None, download: Callable[[Path
             reason = f"Downloading it failed ({type(error).__name__}: {error})."
     raise DataError(
         f"{name} is in none of {', '.join(str(r) for r in roots)}. {reason} Put {info.files} into {target} "
-        f"(source: {info.source}), "
-        f"or name the directory that holds them with --data-root or {ENVIRONMENT_VARIABLE}."
+        f"(source: {info.source}), or name the directory that holds them with --data-root or {ENVIRONMENT_VARIABLE}."
     )
 
 

@@ -26,15 +26,7 @@ def sam_rho(scale: Scale, paper: Training) -> float:
 
 
 def tuned_rho(recorder: RecordingRunner, item: str, scale: Scale, paper: Training, sgd: Experiment) -> float | None:
-    """Return SAM's rho: the paper's at its own scale, else the best on validation; None while that is not known.
-
-    Args:
-        recorder: trains the candidates.
-        item: whose models they are.
-        scale: of the study.
-        paper: the settings at the paper's scale.
-        sgd: what is trained without SAM.
-    """
+    """Return SAM's rho: the paper's at its own scale, else the best on validation; None while that is not known."""
     if scale == "paper":
         return paper.rho
     candidates = [replace(sgd, name=f"{item}/SAM", optim=replace(sgd.optim, rho=rho)) for rho in TUNED_RHOS]

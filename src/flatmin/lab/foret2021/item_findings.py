@@ -66,13 +66,7 @@ def findings(
 ) -> Findings:
     """Return findings with the runs that a recorder has noted; at the scale of a smoke test nothing is judged.
 
-    Args:
-        item: its name.
-        scale: at which it was run.
-        recorder: what was run.
-        verdicts: on the claims.
-        notes: in addition to those of the paper's claims.
-        shown: tables, figures, hyperparameters and other fields.
+    ``notes`` follow those of the paper's claims; ``shown`` are tables, figures, hyperparameters and other fields.
     """
     claims = CLAIMS[item]
     common = {"title": claims.title, "source": claims.source, "about_scale": about_scale(item, scale)}
@@ -98,13 +92,8 @@ def table_findings(
 ) -> Findings:
     """Run the conditions of a table and return what they show.
 
-    Args:
-        item: its name.
-        scale: at which it is run.
-        runner: where the runs come from.
-        conditions: of the table.
-        further: returns claims on several conditions, with the comparisons that each consists of.
-        shape: other arguments of `condition_tables`.
+    ``further`` returns claims on several conditions, with the comparisons that each consists of; ``shape`` are the
+    other arguments of `condition_tables`.
     """
     recorder, claims = RecordingRunner(runner), CLAIMS[item]
     entries = run_conditions(conditions, recorder, item, replica_seeds(scale))

@@ -16,20 +16,14 @@ LAPTOP_LRS, LAPTOP_DECAYS = (0.05, 0.1), (5e-4, 1e-3)
 LAPTOP_M = 16
 
 LAPTOP = {
-    "fashion-mnist": Experiment(
-        data=Data(name="fashion-mnist", train_size=1000, batch_size=128),
+    name: Experiment(
+        data=Data(name=name, train_size=1000, batch_size=128),
         model=Model(name="wrn-10-2"),
         optim=Optim(),
         epochs=40,
         evaluate_every=40,
-    ),
-    "cifar10": Experiment(
-        data=Data(name="cifar10", train_size=1000, batch_size=128),
-        model=Model(name="wrn-10-2"),
-        optim=Optim(),
-        epochs=40,
-        evaluate_every=40,
-    ),
+    )
+    for name in ("fashion-mnist", "cifar10")
 }
 """What conditions start from, by dataset."""
 SMALL_IMAGE_SIZE = 14

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from flatmin.lab.errors import StorageError
 from flatmin.lab.report.content import report_content
-from flatmin.lab.report.folder import describe_runs
 from flatmin.lab.report.render import html_page, markdown_page
+from flatmin.lab.report.run_findings import describe_runs
 from flatmin.lab.report.runs import read_runs
 from flatmin.lab.runs.json_files import write_atomic
 from flatmin.lab.studies.findings import Findings

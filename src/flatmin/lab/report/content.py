@@ -46,13 +46,7 @@ HOW_TO_READ = (
 
 
 def report_content(findings: Sequence[Findings], records: dict[str, RunRecord], title: str) -> dict[str, Any]:
-    """Return all that the templates show.
-
-    Args:
-        findings: what studies found, in the order in which it is shown.
-        records: every run that the findings name, by name.
-        title: the title of the page.
-    """
+    """Return all that the templates show; records are those of every run that the findings name, by name."""
     anchors = [f"item-{number}-{slug(one.item)}" for number, one in enumerate(findings, 1)]
     counts = Counter(verdict.status for one in findings for verdict in one.verdicts)
     return {

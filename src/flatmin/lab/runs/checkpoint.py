@@ -80,7 +80,7 @@ def latest_checkpoint(directory: Path, check: Callable[[dict[str, Any]], None] |
     for path in checkpoints(directory):
         try:
             content = path.read_bytes()
-            if not _is_content_of(path, content):
+            if hashlib.sha256(content).hexdigest()[:16] != _checksum_in_name(path):
                 raise ValueError("its checksum differs")
             if check is not None:
                 check(read_state(content, torch.device("cpu")))
@@ -167,10 +167,6 @@ def _is_intact(path: Path) -> bool:
         return _checksum(path) == _checksum_in_name(path)
     except OSError:
         return False
-
-
-def _is_content_of(path: Path, content: bytes) -> bool:
-    return hashlib.sha256(content).hexdigest()[:16] == _checksum_in_name(path)
 
 
 def _checksum_in_name(path: Path) -> str:

@@ -66,14 +66,7 @@ class Replicas:
         )
 
     def lower_than(self, other: "Replicas", quantity: str, read: Read | str, unit: str = "%") -> Contrast:
-        """Return the claim that a number is lower here than for the replicas of another method.
-
-        Args:
-            other: the other replicas.
-            quantity: what the number is.
-            read: how it is read.
-            unit: of a difference.
-        """
+        """Return the claim that a number, the ``quantity``, is lower here than for the replicas of another method."""
         return Contrast(
             quantity=quantity,
             lower_name=self.name,

@@ -89,5 +89,5 @@ def label(job: Job) -> str:
 
 
 def is_meant(name: str, only: Sequence[str]) -> bool:
-    """Return whether a name has one of the texts."""
-    return any(text in name for text in only)
+    """Return whether a name has one of the texts; every name is meant if there are none."""
+    return not only or any(text in name for text in only)

@@ -6,21 +6,18 @@ worker), and a checkpoint between any two steps holds all the rest.
 """
 
 import signal
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from flatmin.lab.data.datasets import Dataset, load_dataset
-from flatmin.lab.data.images import Images
-from flatmin.lab.data.pipeline import Pipeline, epoch_batches
+from flatmin.lab.data.pipeline import epoch_batches
 from flatmin.lab.data.randomness import Purpose, torch_seed
-from flatmin.lab.errors import DataError, DivergedError, InterruptedRun, ModelError, RunError, SpecError
-from flatmin.lab.models.build import build_model, freeze_batch_norm, input_statistics
+from flatmin.lab.errors import DivergedError, InterruptedRun, RunError, SpecError
+from flatmin.lab.models.build import build_model, freeze_batch_norm
 from flatmin.lab.runs.checkpoint import (
     latest_checkpoint,
     prepare_directory,
@@ -28,8 +25,8 @@ from flatmin.lab.runs.checkpoint import (
     save_checkpoint,
     save_epoch_weights,
 )
-from flatmin.lab.runs.directory import Metrics, Result, RunDirectory, is_finished, read_sessions
-from flatmin.lab.runs.inputs import IMAGES, WEIGHTS, check_inputs, image_fingerprint, weights_fingerprint
+from flatmin.lab.runs.directory import Metrics, Result, RunDirectory, is_finished
+from flatmin.lab.runs.inputs import check_inputs, image_fingerprint, weights_fingerprint
 from flatmin.lab.runs.tensorboard import tensorboard, write_events
 from flatmin.lab.spec.experiment import Experiment
 from flatmin.lab.spec.fields import finite
@@ -37,16 +34,11 @@ from flatmin.lab.training.distributed import Workers, join_workers
 from flatmin.lab.training.divergence import fixes
 from flatmin.lab.training.evaluation import evaluate, what_is_evaluated
 from flatmin.lab.training.precision import deterministic_algorithms
-from flatmin.lab.training.relabel import (
-    has_predicted_labels,
-    read_predicted_labels,
-    relabeled,
-    write_predicted_labels,
-)
+from flatmin.lab.training.relabel import predicted_labels, relabeled
 from flatmin.lab.training.schedule import learning_rate
 from flatmin.lab.training.session import Callback, Clock, Interruption, RunProgress, deferred_signals
 from flatmin.lab.training.steps import StepMetrics, Stepper
-from flatmin.lab.training.trained_model import load_trained, with_weights_file
+from flatmin.lab.training.trained_model import check_inputs_of_finished, load_trained, model_pipeline, with_weights_file
 
 CHECKPOINT_SECONDS = 60.0
 GPU_ATTENTION_STEPS = 20  # reading the loss, or asking the other workers, synchronizes with the device
@@ -130,41 +122,28 @@ class _Run:
         self.dataset = loaded = workers.on_each(lambda: load_dataset(experiment.data, data_root=data_root))
         if experiment.data.bootstrap:
             first_stage = directory.path.with_name(experiment.first_stage().run_name(seed))
-            labels = workers.on_main(lambda: self._predicted_labels(first_stage, data_root))
-            self.dataset = relabeled(self.dataset, labels)
+            labels = workers.on_main(
+                lambda: predicted_labels(
+                    directory.path, loaded, lambda: load_trained(first_stage, data_root=data_root).predicted_labels()
+                )
+            )
+            self.dataset = relabeled(loaded, labels)
             seed = torch_seed(seed, Purpose.SECOND_STAGE)  # from scratch: another start, another order
         self.seed = seed
         torch.manual_seed(torch_seed(seed, Purpose.NETWORK_INIT))
         info = self.dataset.info
         network = workers.on_each(self._build_network)
         self.inputs = workers.on_main(lambda: self._check_inputs(loaded))
-        mean, std = input_statistics(network) or (info.mean, info.std)
         self.network: nn.Module = network.to(workers.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.stepper = Stepper(experiment, self.network, seed, workers)
-        self.pipeline = Pipeline(
-            data=experiment.data,
-            info=info,
-            mean=mean[: info.channels],
-            std=std[: info.channels],
-            seed=seed,
-            device=workers.device,
-            worker=workers.rank,
-            num_workers=workers.count,
-        )
+        self.pipeline = model_pipeline(network, experiment, info, seed, workers)
         self.steps_per_epoch = len(epoch_batches(len(self.dataset.train.labels), experiment.data, seed, 0))
         self.num_steps = experiment.epochs * self.steps_per_epoch
         workers.on_main(self._check_batch_size)
-        self.evaluated = what_is_evaluated(info.num_classes)
+        self.names = what_is_evaluated(info.num_classes)
         self.progress = RunProgress(sums=torch.zeros(5, dtype=torch.float64, device=workers.device))
         self.bad_step = torch.tensor(-1, device=workers.device)
         self.attention_steps = GPU_ATTENTION_STEPS if workers.device.type == "cuda" else 1
-
-    def _predicted_labels(self, first_stage: Path, data_root: Path | None) -> NDArray[np.int64]:
-        """Return the labels that the first stage predicts for the training set; in the main process."""
-        if not has_predicted_labels(self.directory.path):
-            first = load_trained(first_stage, data_root=data_root)
-            write_predicted_labels(self.directory.path, self.dataset.train.labels, first.predicted_labels())
-        return read_predicted_labels(self.directory.path, self.dataset)
 
     def _build_network(self) -> nn.Module:
         """Build the model; only the main process needs a checkpoint's file, as DDP shares its weights."""
@@ -192,14 +171,19 @@ class _Run:
         """Load the latest usable checkpoint, or save the start, which shows that checkpoints can be written."""
         content = self.workers.on_main(self._latest_checkpoint)
         if content is not None:
-            self._load(read_state(content, self.workers.device))
+            state = read_state(content, self.workers.device)
+            self.network.load_state_dict(state["model"])
+            self.stepper.optimizer.load_state_dict(state["optimizer"])
+            self.progress = RunProgress.from_state(state, self.workers)
         self.workers.on_main(self._write_start)
         if content is None and self.experiment.epochs:  # without training, the evaluation saves the one checkpoint
             self.save()
             self._keep_weights()
 
     def _latest_checkpoint(self) -> bytes | None:
-        prepare_directory(self.directory.checkpoints, self._checkpoint_bytes())
+        copies = {"sgd": 2, "adamw": 3}[self.experiment.optim.name]  # the weights and the optimizer's averages
+        num_bytes = copies * sum(int(t.nbytes) for t in self.network.state_dict().values())
+        prepare_directory(self.directory.checkpoints, num_bytes)
         return latest_checkpoint(self.directory.checkpoints, self._check_state)
 
     def _write_start(self) -> None:
@@ -220,7 +204,9 @@ class _Run:
             if self.experiment.epochs == 0:
                 self._evaluate_checkpoint(events)
             while not self._finished():
-                self._training_mode()
+                self.network.train()
+                if self.experiment.model.freeze_batch_norm:
+                    freeze_batch_norm(self.network)
                 clock.start()
                 for batch in self.pipeline.training(self.dataset.train, progress.epoch, start=progress.batch):
                     lr = learning_rate(self.experiment.optim, progress.step, self.num_steps, self.steps_per_epoch)
@@ -238,11 +224,6 @@ class _Run:
                 self._complete_epoch(events, callback, clock.examples_per_second, lr)
                 self._pause(clock, interruption)
         return self.workers.on_main(lambda: self.directory.finish(progress.history, progress.time_seconds))
-
-    def _training_mode(self) -> None:
-        self.network.train()
-        if self.experiment.model.freeze_batch_norm:
-            freeze_batch_norm(self.network)
 
     def _count(self, measured: StepMetrics, num_examples: int) -> None:
         """Add a step to the epoch's sums and remember the first step whose loss is not finite, on the device."""
@@ -269,10 +250,7 @@ class _Run:
         progress.history.append(metrics)
         progress.epoch, progress.batch, progress.sums = progress.epoch + 1, 0, torch.zeros_like(progress.sums)
         evaluates = self._finished() or progress.epoch % self.experiment.evaluate_every == 0
-        for name, images in (("valid", self.dataset.valid), ("test", self.dataset.test)):
-            if images is not None:
-                found = self._evaluate(images) if evaluates else dict.fromkeys(self.evaluated)
-                metrics.update({f"{name}_{key}": value for key, value in finite(found).items()})
+        metrics |= self._evaluated(evaluates)
         self._keep_weights()
         speed: Metrics = {"epoch": progress.epoch, "images_per_second": examples_per_second}
         self.workers.on_main(lambda: self._write_epoch(metrics, speed, events))
@@ -281,10 +259,7 @@ class _Run:
 
     def _evaluate_checkpoint(self, events: Any) -> None:
         """Write the one line of a run without training."""
-        metrics: Metrics = {"epoch": 0, "step": 0, "train_loss": None}
-        for name, images in (("valid", self.dataset.valid), ("test", self.dataset.test)):
-            if images is not None:
-                metrics.update({f"{name}_{key}": value for key, value in finite(self._evaluate(images)).items()})
+        metrics: Metrics = {"epoch": 0, "step": 0, "train_loss": None, **self._evaluated()}
         self.progress.history = [metrics]
         self.workers.on_main(lambda: self._write_epoch(metrics, {"epoch": 0, "images_per_second": None}, events))
         self.save()
@@ -301,9 +276,17 @@ class _Run:
         fitted = stop_loss is not None and loss is not None and loss <= stop_loss
         return fitted or progress.epoch == self.experiment.epochs
 
-    def _evaluate(self, images: Images) -> dict[str, float]:
-        batches = self.pipeline.evaluation(images)
-        return evaluate(self.network, batches, self.evaluated, self.stepper.precision, self.workers)
+    def _evaluated(self, evaluates: bool = True) -> Metrics:
+        """Return loss and errors on the validation and test sets; None for each if it does not evaluate now."""
+        metrics: Metrics = {}
+        for name, images in (("valid", self.dataset.valid), ("test", self.dataset.test)):
+            values: dict[str, Any] = dict.fromkeys(self.names)
+            if images is not None and evaluates:
+                batches = self.pipeline.evaluation(images)
+                values = evaluate(self.network, batches, self.names, self.stepper.precision, self.workers)
+            if images is not None:
+                metrics |= {f"{name}_{key}": value for key, value in finite(values).items()}
+        return metrics
 
     def _keep_weights(self) -> None:
         """Save the weights after an epoch if `keep_every` asks for them."""
@@ -374,15 +357,6 @@ class _Run:
         if sizes != [len(group["params"]) for group in self.stepper.optimizer.param_groups]:
             raise ValueError("its optimizer is that of another model")
 
-    def _load(self, state: dict[str, Any]) -> None:
-        self.network.load_state_dict(state["model"])
-        self.stepper.optimizer.load_state_dict(state["optimizer"])
-        self.progress = RunProgress.from_state(state, self.workers)
-
-    def _checkpoint_bytes(self) -> int:
-        copies = {"sgd": 2, "adamw": 3}[self.experiment.optim.name]  # the weights and the optimizer's averages
-        return copies * sum(int(t.nbytes) for t in self.network.state_dict().values())
-
 
 def _open(directory: RunDirectory, num_workers: int, data_root: Path | None) -> Result | None:
     """Return the result of a finished run, or lock its directory; in the main process."""
@@ -390,21 +364,5 @@ def _open(directory: RunDirectory, num_workers: int, data_root: Path | None) -> 
         directory.open(num_workers)  # not for a finished run: the disk may be read-only
     finished = directory.result(num_workers)
     if finished is not None:
-        _check_inputs_of_finished(finished, data_root)
+        check_inputs_of_finished(finished, data_root)
     return finished
-
-
-def _check_inputs_of_finished(result: Result, data_root: Path | None) -> None:
-    """Compare the files that a finished run read from outside; the result stands if they are gone.
-
-    Raises:
-        RunError: one of them has changed.
-    """
-    run, experiment = result.directory, result.experiment
-    recorded = {name for session in read_sessions(run) for name in session.get("inputs") or {}}
-    with suppress(DataError):
-        if IMAGES in recorded:
-            check_inputs(run, image_fingerprint(load_dataset(experiment.data, data_root=data_root)))
-    with suppress(ModelError):
-        if WEIGHTS in recorded:
-            check_inputs(run, weights_fingerprint(with_weights_file(experiment.model, run.parent).checkpoint))

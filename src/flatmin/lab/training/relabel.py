@@ -1,5 +1,6 @@
 """Labels that a first model predicted, on which a second one is trained from scratch (Section 3.3)."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,15 +14,16 @@ from flatmin.lab.runs.json_files import read_json, write_json
 FILE = "predicted_labels.json"
 
 
-def write_predicted_labels(run: Path, given: NDArray[np.int64], predicted: NDArray[np.int64]) -> None:
-    """Save the predictions in the directory of the second run, so that it sees the same labels when it resumes."""
-    content = {"num_changed": int((given != predicted).sum()), "labels": predicted.tolist()}
-    write_json(run / FILE, content, indent=None)
+def predicted_labels(run: Path, dataset: Dataset, predict: Callable[[], NDArray[np.int64]]) -> NDArray[np.int64]:
+    """Return the labels that the first model predicts for the training set of a run.
 
-
-def has_predicted_labels(run: Path) -> bool:
-    """Return whether the first model has predicted the labels of a run."""
-    return (run / FILE).exists()
+    They are saved in the run's directory, so that it sees the same labels when it resumes.
+    """
+    if not (run / FILE).exists():
+        labels = predict()
+        content = {"num_changed": int((dataset.train.labels != labels).sum()), "labels": labels.tolist()}
+        write_json(run / FILE, content, indent=None)
+    return read_predicted_labels(run, dataset)
 
 
 def read_predicted_labels(run: Path, dataset: Dataset) -> NDArray[np.int64]:

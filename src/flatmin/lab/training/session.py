@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from flatmin.lab.training.steps import StepMetrics
 class RunProgress:
     """The progress of a run: with weights and optimizer, all that a checkpoint holds."""
 
+    COUNTS: ClassVar = ("epoch", "batch", "step", "time_seconds")
+
     epoch: int = 0
     batch: int = 0
     step: int = 0
@@ -32,14 +34,8 @@ class RunProgress:
 
     def to_state(self, sums: Tensor) -> dict[str, Any]:
         """Return what a checkpoint holds of it, given the sums of all workers."""
-        return {
-            "epoch": self.epoch,
-            "batch": self.batch,
-            "step": self.step,
-            "time_seconds": self.time_seconds,
-            "history": json.dumps(self.history),
-            "sums": sums,
-        }
+        counts = {name: getattr(self, name) for name in self.COUNTS}
+        return {**counts, "history": json.dumps(self.history), "sums": sums}
 
     @classmethod
     def from_state(cls, state: dict[str, Any], workers: Workers) -> "RunProgress":
@@ -47,14 +43,8 @@ class RunProgress:
         sums: Tensor = state["sums"]
         if len(sums) != workers.count:  # with another number of workers, the main process takes it all
             sums = torch.cat([sums.sum(0, keepdim=True), sums.new_zeros(workers.count - 1, sums.shape[1])])
-        return cls(
-            epoch=state["epoch"],
-            batch=state["batch"],
-            step=state["step"],
-            time_seconds=state["time_seconds"],
-            history=json.loads(state["history"]),
-            sums=sums[workers.rank].to(workers.device),
-        )
+        counts = {name: state[name] for name in cls.COUNTS}
+        return cls(**counts, history=json.loads(state["history"]), sums=sums[workers.rank].to(workers.device))
 
 
 class Callback(Protocol):

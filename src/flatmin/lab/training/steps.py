@@ -48,15 +48,13 @@ def base_optimizer(optim: Optim, network: nn.Module) -> torch.optim.Optimizer:
             parameters, lr=optim.lr, momentum=optim.momentum, nesterov=optim.nesterov, weight_decay=decay
         )
     if optim.clip_norm is not None:
-        optimizer.register_step_pre_hook(_clipping(parameters, optim.clip_norm))
+        limit = optim.clip_norm
+
+        def clip(*_: object) -> None:
+            nn.utils.clip_grad_norm_(parameters, limit)
+
+        optimizer.register_step_pre_hook(clip)
     return optimizer
-
-
-def _clipping(parameters: list[nn.Parameter], limit: float) -> Callable[..., None]:
-    def clip(*_: object) -> None:
-        nn.utils.clip_grad_norm_(parameters, limit)
-
-    return clip
 
 
 class Stepper:
@@ -135,68 +133,47 @@ class Stepper:
 
     def _sam_step(self, batch: Batch) -> StepMetrics:
         assert isinstance(self.optimizer, SAM)
-        part, rest = self._part_and_rest(batch)
+        part, rest = batch, None  # what SAM is applied to and, in steps with a correction, what takes a plain pass
+        if self.optim.part < 1 and self.optimizer.needs_perturbed_pass:
+            part, rest = _cut(batch, self.optim.part)
         parts = self._micro_batches(part)
-        num_parts = len(parts)
-        found: list[list[PassMetrics]] = [[] for _ in parts]
-        of_rest: list[PassMetrics] = []
+        sizes = [float(len(piece.examples)) for piece in parts]
+        passes: list[list[PassMetrics]] = [[] for _ in parts]
+        other: list[PassMetrics] = []
         # With a rest, the running averages are those of its plain pass, which SAM sees to.
-        means = MicroBatchStatistics(self.network, self.statistics, num_parts if rest is None else 1)
+        means = MicroBatchStatistics(self.network, self.statistics, len(parts) if rest is None else 1)
 
-        def closure(number: int) -> Callable[[], Tensor]:
+        def closure(piece: Batch, done: list[PassMetrics], num_ascents: int = 0) -> Callable[[], Tensor]:
             def run() -> Tensor:
-                calls = found[number]
-                if not calls:  # at w
+                if not done:  # at w
                     means.restart()
-                ascends = len(calls) < self.optim.ascent_steps
-                if ascends:
-                    with true_gradient(self.network):
-                        calls.append(self._pass(parts[number], batch.share))
-                else:
-                    calls.append(self._pass(parts[number], batch.share))
-                if len(calls) == 1:
+                with true_gradient(self.network) if len(done) < num_ascents else nullcontext():
+                    done.append(self._pass(piece, batch.share))
+                if len(done) == 1:
                     means.add()
-                return calls[-1].loss
+                return done[-1].loss
 
             return run
 
-        def plain(piece: Batch, calls: list[PassMetrics]) -> Callable[[], Tensor]:
-            def run() -> Tensor:
-                calls.append(self._pass(piece, batch.share))
-                return calls[-1].loss
-
-            return run
-
+        before: list[PassMetrics] = []
         if self.optim.direction == "random" and self.optim.part == 1 and not self.statistics:
             before = [self._measure(piece) for piece in parts]  # SAM itself needs no pass at w
-        else:
-            before = []
-        closures = [closure(i) for i in range(num_parts)]
-        sizes = [float(len(piece.examples)) for piece in parts]
+        closures = [closure(piece, done, self.optim.ascent_steps) for piece, done in zip(parts, passes, strict=True)]
+        weights = sizes
         if rest is not None:
             weights = [*sizes, float(len(rest.examples))]
-            self.optimizer.step(closures, rest=plain(rest, of_rest), weights=weights)
-            at_w = [calls[0] for calls in found] + of_rest
-            return StepMetrics(_mean(at_w, weights), _mean([calls[-1] for calls in found], sizes))
-        if self.optim.ascent_part < 1:
+            self.optimizer.step(closures, rest=closure(rest, other), weights=weights)
+        elif self.optim.ascent_part < 1:
             small, _ = _cut(batch, self.optim.ascent_part)
-            self.optimizer.step(closures[0], ascent=plain(small, of_rest))
-            return StepMetrics(of_rest[0], found[0][-1])
-        if num_parts > 1:
+            self.optimizer.step(closures[0], ascent=closure(small, other))
+            return StepMetrics(other[0], passes[0][-1])
+        elif len(parts) > 1:
             self.optimizer.step(closures, weights=sizes)
         else:
             self.optimizer.step(closures[0])
         means.finish()
-        return StepMetrics(
-            _mean(before or [calls[0] for calls in found], sizes), _mean([calls[-1] for calls in found], sizes)
-        )
-
-    def _part_and_rest(self, batch: Batch) -> tuple[Batch, Batch | None]:
-        """Return what SAM is applied to and, in steps with a correction, what takes a plain pass."""
-        assert isinstance(self.optimizer, SAM)
-        if self.optim.part == 1 or not self.optimizer.needs_perturbed_pass:
-            return batch, None
-        return _cut(batch, self.optim.part)
+        at_w = before or [done[0] for done in passes] + other
+        return StepMetrics(_mean(at_w, weights), _mean([done[-1] for done in passes], sizes))
 
     def _second_order_step(self, batch: Batch) -> StepMetrics:
         calls: list[PassMetrics] = []

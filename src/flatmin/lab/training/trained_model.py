@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import json
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,13 +17,15 @@ from torch import Tensor, nn
 from flatmin.lab.data.datasets import Dataset, load_dataset
 from flatmin.lab.data.images import Images
 from flatmin.lab.data.pipeline import Pipeline
-from flatmin.lab.errors import CorruptFileError, ModelError, RunError
+from flatmin.lab.errors import CorruptFileError, DataError, ModelError, RunError
 from flatmin.lab.models.build import build_model, input_statistics
 from flatmin.lab.runs.checkpoint import intact_file, latest_checkpoint, read_state
-from flatmin.lab.runs.directory import is_finished, read_result, read_spec
-from flatmin.lab.runs.inputs import check_inputs, image_fingerprint
+from flatmin.lab.runs.directory import Result, is_finished, read_result, read_sessions, read_spec
+from flatmin.lab.runs.inputs import IMAGES, WEIGHTS, check_inputs, image_fingerprint, weights_fingerprint
+from flatmin.lab.spec.datasets import DatasetInfo
 from flatmin.lab.spec.experiment import Experiment, Model
 from flatmin.lab.spec.fields import finite
+from flatmin.lab.training.distributed import Workers
 from flatmin.lab.training.relabel import read_predicted_labels, relabeled
 
 RUN_PREFIX = "run:"
@@ -108,6 +111,23 @@ def with_weights_file(model: Model, runs: Path) -> Model:
         raise ModelError(f"model.checkpoint is {model.checkpoint}: {error}") from error
 
 
+def model_pipeline(
+    network: nn.Module, experiment: Experiment, info: DatasetInfo, seed: int, workers: Workers
+) -> Pipeline:
+    """Return what makes one worker's batches, normalized as the model expects it, or else the dataset."""
+    mean, std = input_statistics(network) or (info.mean, info.std)
+    return Pipeline(
+        data=experiment.data,
+        info=info,
+        mean=mean[: info.channels],
+        std=std[: info.channels],
+        seed=seed,
+        device=workers.device,
+        worker=workers.rank,
+        num_workers=workers.count,
+    )
+
+
 def load_trained(path: Path, *, data_root: Path | None = None, epoch: int | None = None) -> TrainedModel:
     """Read a run's model and dataset; the run need not be finished.
 
@@ -136,18 +156,26 @@ def load_trained(path: Path, *, data_root: Path | None = None, epoch: int | None
     origin = _load_weights(network, path, epoch)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     network.to(device).eval()
-    mean, std = input_statistics(network) or (info.mean, info.std)
-    pipeline = Pipeline(
-        data=experiment.data,
-        info=info,
-        mean=mean[: info.channels],
-        std=std[: info.channels],
-        seed=0,
-        device=device,
-    )
+    pipeline = model_pipeline(network, experiment, info, 0, Workers(device=device))
     return TrainedModel(
         directory=path, experiment=experiment, network=network, dataset=dataset, pipeline=pipeline, origin=origin
     )
+
+
+def check_inputs_of_finished(result: Result, data_root: Path | None) -> None:
+    """Compare the files that a finished run read from outside; the result stands if they are gone.
+
+    Raises:
+        RunError: one of them has changed.
+    """
+    run, experiment = result.directory, result.experiment
+    recorded = {name for session in read_sessions(run) for name in session.get("inputs") or {}}
+    with suppress(DataError):
+        if IMAGES in recorded:
+            check_inputs(run, image_fingerprint(load_dataset(experiment.data, data_root=data_root)))
+    with suppress(ModelError):
+        if WEIGHTS in recorded:
+            check_inputs(run, weights_fingerprint(with_weights_file(experiment.model, run.parent).checkpoint))
 
 
 def _load_weights(network: nn.Module, run: Path, epoch: int | None) -> Origin:

@@ -1,8 +1,7 @@
 """A directory of runs as findings, without an item of a paper: its runs by experiment, over seeds."""
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,8 @@ from flatmin.lab.report.runs import ERRORS, RunRecord, read_run, without_paths
 from flatmin.lab.runs.directory import run_directories
 from flatmin.lab.spec.experiment import Experiment
 from flatmin.lab.spec.fields import plain
-from flatmin.lab.studies.findings import Cell, Findings, LineFigure, Series, Table
+from flatmin.lab.studies.findings import Cell, Findings, LineFigure, Table
+from flatmin.lab.studies.replicas import series_over
 from flatmin.lab.studies.statistics import mean_and_interval
 
 MOST_CURVES = 10
@@ -43,11 +43,7 @@ class _Group:
 def describe_runs(runs: Path) -> Findings:
     """Return the runs of a directory by experiment: mean, 95 % confidence interval and number of seeds of each error.
 
-    Args:
-        runs: the directory of the runs; directories without a spec are skipped.
-
-    Returns:
-        One table, and the test error over training. Unfinished runs count as missing.
+    Directories without a spec are skipped. Unfinished runs count as missing.
 
     Raises:
         RunError: there is no run in the directory.
@@ -142,42 +138,25 @@ def _curves(groups: Sequence[_Group], varied: Sequence[str]) -> list[LineFigure]
     one_name = len({group.name for group in groups}) == 1
     series, used = [], []
     for group in groups:
-        points = _test_errors(group)
-        if len(points) < 2:  # evaluated at the end only
+        errors: dict[int, dict[int, float]] = {}
+        for number, record in enumerate(group.finished):
+            for line in record.history:
+                if line.get("test_error") is not None:
+                    errors.setdefault(line["epoch"], {})[number] = 100 * float(line["test_error"])
+        errors = {epoch: values for epoch, values in errors.items() if len(values) == len(group.finished)}
+        if len(errors) < 2:  # evaluated at the end only
             continue
-        intervals = [mean_and_interval(values) for values in points.values()]
-        widths = [interval.half_width for interval in intervals]
         settings = zip(_short(varied), _values(group, varied), strict=True)
         differs = ", ".join(f"{name} {value}" for name, value in settings if value != NOTHING)
-        series.append(
-            Series(
-                name=differs if one_name else f"{group.name}; {differs}",
-                x=list(points),
-                y=[interval.mean for interval in intervals],
-                half_width=None if any(math.isnan(width) for width in widths) else widths,
-            )
-        )
+        curve = series_over(differs if one_name else f"{group.name}; {differs}", errors)
+        series.append(curve if len(group.finished) > 1 else replace(curve, half_width=None))
         used += [record.name for record in group.finished]
-    if not 0 < len(series) <= MOST_CURVES:
-        return []
-    note = "Mean over seeds and its 95 % confidence interval."
-    return [
-        LineFigure(
-            title="Test error over training",
-            x_label="epoch",
-            y_label="test error, %",
-            series=series,
-            note=note,
-            runs=used,
-        )
-    ]
-
-
-def _test_errors(group: _Group) -> dict[int, list[float]]:
-    """Return the test errors of all finished runs in %, by epoch, where all have one."""
-    found: dict[int, list[float]] = {}
-    for record in group.finished:
-        for line in record.history:
-            if line.get("test_error") is not None:
-                found.setdefault(line["epoch"], []).append(100 * float(line["test_error"]))
-    return {epoch: values for epoch, values in found.items() if len(values) == len(group.finished)}
+    figure = LineFigure(
+        title="Test error over training",
+        x_label="epoch",
+        y_label="test error, %",
+        series=series,
+        note="Mean over seeds and its 95 % confidence interval.",
+        runs=used,
+    )
+    return [figure] if 0 < len(series) <= MOST_CURVES else []
