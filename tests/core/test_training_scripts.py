@@ -9,26 +9,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import references
 from flatmin import SAM
-
-
-def make(**settings):
-    w = nn.Parameter(torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64))
-    return w, SAM(torch.optim.SGD([w], lr=0.1), **({"rho": 0.3} | settings))
-
-
-def loss_of(w):
-    return (w**4).sum() + w[0] * w[1]
-
-
-def closure_of(w, opt):
-    def closure():
-        opt.zero_grad()
-        loss = loss_of(w)
-        loss.backward()
-        return loss
-
-    return closure
-
+from quartic import closure_of, loss_of, make
 
 # Accumulation.
 

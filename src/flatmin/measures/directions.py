@@ -47,6 +47,6 @@ def _normalized(direction: Tensor, weight: Tensor, move_1d: bool) -> Tensor:
 def hessian_directions(objective: Objective, num: int, *, seed: int = 0) -> list[list[Tensor]]:
     """Return the leading eigenvectors of the Hessian, of norm 1, each with its largest component positive."""
     weights = objective.weights()
-    found = top_eigenvalues(HessianOperator.of(objective), num, seed=seed)
-    columns = [column * column[column.abs().argmax()].sign() for column in found.vectors.unbind(1)]
+    top = top_eigenvalues(HessianOperator.of(objective), num, seed=seed)
+    columns = [column * column[column.abs().argmax()].sign() for column in top.vectors.unbind(1)]
     return [unflatten(column, weights) for column in columns]

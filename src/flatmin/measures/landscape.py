@@ -3,7 +3,8 @@ r"""Loss landscapes: the loss on a line or a plane through the weights (Figure 1
 import itertools
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -110,8 +111,8 @@ def loss_landscape(
         >>> model = nn.Linear(1, 1, bias=False)
         >>> _ = model.weight.data.fill_(2.0)
         >>> half_square = lambda outputs, targets: (outputs**2).mean() / 2
-        >>> found = loss_landscape(model, half_square, [(torch.ones(3, 1), torch.zeros(3))], dims=1, points=3)
-        >>> found.coordinates.tolist(), sorted(found.loss.tolist())
+        >>> measured = loss_landscape(model, half_square, [(torch.ones(3, 1), torch.zeros(3))], dims=1, points=3)
+        >>> measured.coordinates.tolist(), sorted(measured.loss.tolist())
         ([-1.0, 0.0, 1.0], [0.0, 2.0, 8.0])
     """
     _check_settings(dims, span, points, directions, batch_norm)
@@ -135,25 +136,29 @@ def loss_landscape(
     order = sorted(itertools.product(range(points), repeat=dims), key=lambda index: index != center)
     shape = (len(objectives), *(points,) * dims)
     loss, accuracy = np.full(shape, math.nan), np.full(shape, math.nan)
-    with _Store(objectives, settings, cache) as store:
-        for place, value in store.known.items():
+    points_file, finished = _open_cache(objectives, settings, cache)
+    with points_file or nullcontext():
+        for place, value in finished.items():
             loss[place], accuracy[place] = value
-        total = len(order) * len(objectives)
-        bar = Progress("landscape", total, done=len(store.known), show=progress)
+        bar = Progress("landscape", len(order) * len(objectives), done=len(finished), show=progress)
         for number, objective in enumerate(objectives):
             weights = objective.weights()
-            basis = _directions(objective, weights, directions, dims, seed, move_1d)
+            if directions == "hessian":
+                basis = hessian_directions(objective, dims, seed=seed)
+            else:
+                basis = random_directions(weights, dims, seed=seed, move_1d=move_1d)
             for index in order:
                 place = (number, *index)
-                known = store.known.get(place)
+                known = finished.get(place)
                 if known is not None and index != center:
                     continue
-                found = _evaluate(objective, _moved(weights, basis, [coordinates[i] for i in index]))
+                measured = _evaluate(objective, _moved(weights, basis, [coordinates[i] for i in index]))
                 if index == center:
-                    _check_center(found[0], known, cache)
+                    _check_center(measured[0], known, cache)
                 if known is None:
-                    store.add(place, *found)
-                    loss[place], accuracy[place] = found
+                    if points_file is not None:
+                        points_file.add(place, *measured)
+                    loss[place], accuracy[place] = measured
                     bar.advance()
     if not several:
         loss, accuracy = loss[0], accuracy[0]
@@ -177,59 +182,32 @@ def _evaluate(objective: Objective, weights: list[Tensor]) -> tuple[float, float
     return value.loss, 1.0 - value.error
 
 
-def _directions(
-    objective: Objective, weights: list[Tensor], kind: str, dims: int, seed: int, move_1d: bool
-) -> list[list[Tensor]]:
-    if kind == "hessian":
-        return hessian_directions(objective, dims, seed=seed)
-    return random_directions(weights, dims, seed=seed, move_1d=move_1d)
+def _open_cache(
+    objectives: list[Objective], settings: dict[str, object], path: str | os.PathLike[str] | None
+) -> tuple[PointCache | None, dict[Index, tuple[float, float]]]:
+    """Return the file of finished points, if there is one (the first rank's), and the points, known to every rank."""
+    if path is None:
+        return None, {}
+    first, opened = objectives[0], []
 
+    def data_digest() -> str:
+        with measuring(first.data):
+            return digest(itertools.chain.from_iterable(leaves(batch) for batch in first.data))
 
-class _Store:
-    """The finished points: on disk if there is a cache (the first rank's), and known to every rank."""
+    header = {
+        "models": [digest([*o.model.parameters(), *o.model.buffers()]) for o in objectives],
+        "data": first.together(data_digest),
+        "settings": {**settings, "params": first.names},
+    }
 
-    def __init__(
-        self, objectives: list[Objective], settings: dict[str, object], path: str | os.PathLike[str] | None
-    ) -> None:
-        self._cache: PointCache | None = None
-        self.known: dict[Index, tuple[float, float]] = {}
-        if path is None:
-            return
-        first = objectives[0]
-        header = {
-            "models": [digest(_everything(o)) for o in objectives],
-            "data": first.together(lambda: _data_digest(first)),
-            "settings": {**settings, "params": first.names},
-        }
+    def read() -> dict[Index, tuple[float, float]]:
+        if first.group is not None and dist.get_rank(first.group) > 0:
+            return {}
+        opened.append(PointCache(path, header))
+        return dict(opened[0].points)
 
-        def read() -> dict[Index, tuple[float, float]]:
-            if first.group is not None and dist.get_rank(first.group) > 0:
-                return {}
-            self._cache = PointCache(path, header)
-            return dict(self._cache.points)
-
-        self.known = first.together(read)[0]
-
-    def add(self, index: Index, loss: float, accuracy: float) -> None:
-        if self._cache is not None:
-            self._cache.add(index, loss, accuracy)
-
-    def __enter__(self) -> "_Store":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._cache is not None:
-            self._cache.__exit__(None, None, None)
-
-
-def _everything(objective: Objective) -> Iterator[Tensor]:
-    yield from objective.model.parameters()
-    yield from objective.model.buffers()
-
-
-def _data_digest(objective: Objective) -> str:
-    with measuring(objective.data):
-        return digest(itertools.chain.from_iterable(leaves(batch) for batch in objective.data))
+    known = first.together(read)[0]
+    return (opened[0] if opened else None), known
 
 
 def _check_center(loss: float, known: tuple[float, float] | None, cache: object) -> None:

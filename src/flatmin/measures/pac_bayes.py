@@ -121,8 +121,8 @@ def pac_bayes_bound(
         >>> model = nn.Linear(1, 1, bias=False)
         >>> _ = model.weight.data.fill_(0.5)
         >>> square = lambda outputs, targets: (outputs**2).clamp(max=1).mean()
-        >>> found = pac_bayes_bound(model, square, [(torch.ones(1000, 1), torch.zeros(1000))], rho=0.1)
-        >>> print(found)
+        >>> bound = pac_bayes_bound(model, square, [(torch.ones(1000, 1), torch.zeros(1000))], rho=0.1)
+        >>> print(bound)
         estimate of the bound: 0.6993 = 0.36 (sharp loss) + 0.3393 (complexity); not vacuous
     """
     if check_rho(rho) == 0:

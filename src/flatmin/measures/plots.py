@@ -33,43 +33,43 @@ def _axes(width: float = 6.0, height: float = 3.6) -> tuple["Figure", Any]:
     return figure, axes
 
 
-def sharpness(found: "Sharpness") -> "Figure":
+def sharpness(result: "Sharpness") -> "Figure":
     """Draw the sharpness of each subset, and their mean with its standard error."""
     figure, axes = _axes()
-    index = np.arange(1, len(found.per_subset) + 1)
-    axes.plot(index, found.per_subset, "o", color=BLUE, alpha=0.6, markersize=4, label="subsets")
-    axes.axhline(found.mean, color=ORANGE, label=f"mean {found.mean:.3g}")
+    index = np.arange(1, len(result.per_subset) + 1)
+    axes.plot(index, result.per_subset, "o", color=BLUE, alpha=0.6, markersize=4, label="subsets")
+    axes.axhline(result.mean, color=ORANGE, label=f"mean {result.mean:.3g}")
     if len(index) > 1:
-        low, high = found.mean - found.standard_error, found.mean + found.standard_error
+        low, high = result.mean - result.standard_error, result.mean + result.standard_error
         axes.axhspan(low, high, color=ORANGE, alpha=0.2, lw=0, label="standard error")
     axes.set(
-        xlabel=f"subset of {found.m} examples",
-        ylabel=f"rise of the {found.metric}",
-        title=f"m-sharpness, m = {found.m}, $\\rho$ = {found.rho:g}",
+        xlabel=f"subset of {result.m} examples",
+        ylabel=f"rise of the {result.metric}",
+        title=f"m-sharpness, m = {result.m}, $\\rho$ = {result.rho:g}",
     )
     axes.legend(frameon=False)
     return figure
 
 
-def eigenvalues(found: "Eigenvalues") -> "Figure":
+def eigenvalues(result: "Eigenvalues") -> "Figure":
     """Draw the leading eigenvalues, with their residuals as error bars."""
     figure, axes = _axes(4.8)
-    index = np.arange(1, len(found.values) + 1)
-    axes.bar(index, found.values, color=BLUE, width=0.6)
-    axes.errorbar(index, found.values, yerr=found.residuals, fmt="none", color=ORANGE, capsize=4)
+    index = np.arange(1, len(result.values) + 1)
+    axes.bar(index, result.values, color=BLUE, width=0.6)
+    axes.errorbar(index, result.values, yerr=result.residuals, fmt="none", color=ORANGE, capsize=4)
     axes.set_xticks(index)
     axes.set(xlabel="i", ylabel=r"$\lambda_i$", title="leading eigenvalues of the Hessian")
     return figure
 
 
-def spectral_density(found: "SpectralDensity", sigma: float | None) -> "Figure":
+def spectral_density(result: "SpectralDensity", sigma: float | None) -> "Figure":
     """Draw the smoothed spectrum on a logarithmic scale."""
     figure, axes = _axes()
-    low, high = found.nodes[0], found.nodes[-1]
+    low, high = result.nodes[0], result.nodes[-1]
     width = max(high - low, 1e-12)
     sigma = width / 100 if sigma is None else sigma
     grid = np.linspace(low - 0.05 * width, high + 0.05 * width, 1001)
-    density = found.density(grid, sigma)
+    density = result.density(grid, sigma)
     floor = density.max() * 1e-8
     axes.fill_between(grid, floor, np.maximum(density, floor), color=BLUE, alpha=0.35, lw=0)
     axes.plot(grid, np.maximum(density, floor), color=BLUE, lw=1)
@@ -78,60 +78,60 @@ def spectral_density(found: "SpectralDensity", sigma: float | None) -> "Figure":
     return figure
 
 
-def bound(found: "Bound") -> "Figure":
+def bound(result: "Bound") -> "Figure":
     """Draw what adds up to the bound, and the range of the loss that it must stay below to say anything."""
     figure, axes = _axes(6.4, 2.6)
-    rise = found.sharp_loss - found.loss
+    rise = result.sharp_loss - result.loss
     left = 0.0
-    parts = [("loss", found.loss, BLUE), ("sharpness", rise, ORANGE), ("complexity", found.complexity, GREY)]
+    parts = [("loss", result.loss, BLUE), ("sharpness", rise, ORANGE), ("complexity", result.complexity, GREY)]
     for name, width, color in parts:
         axes.barh(0, width, left=left, color=color, height=0.5, label=f"{name} {width:.3g}")
         left += width
-    axes.axvline(found.loss_range, color="black", ls="--", lw=1, label=f"range of the loss {found.loss_range:g}")
-    verdict = "vacuous" if found.vacuous else "not vacuous"
-    axes.set(yticks=[], ylim=(-0.4, 0.4), title=f"estimate of the bound: {found.total:.3g} ({verdict})")
+    axes.axvline(result.loss_range, color="black", ls="--", lw=1, label=f"range of the loss {result.loss_range:g}")
+    verdict = "vacuous" if result.vacuous else "not vacuous"
+    axes.set(yticks=[], ylim=(-0.4, 0.4), title=f"estimate of the bound: {result.total:.3g} ({verdict})")
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
     return figure
 
 
-def score(found: "Score") -> "Figure":
+def score(result: "Score") -> "Figure":
     """Draw the information for each set of hyperparameters, next to the score and its permutation null."""
     figure, axes = _axes(6.4)
-    sets = [chosen for chosen, value in found.per_set.items() if np.isfinite(value)]
+    sets = [chosen for chosen, value in result.per_set.items() if np.isfinite(value)]
     names = ["{" + ", ".join(map(str, chosen)) + "}" for chosen in sets]
-    axes.bar(names, [found.per_set[chosen] for chosen in sets], color=BLUE, alpha=0.8)
+    axes.bar(names, [result.per_set[chosen] for chosen in sets], color=BLUE, alpha=0.8)
     axes.axhspan(
-        found.null_low,
-        found.null_high,
+        result.null_low,
+        result.null_high,
         color=GREY,
         alpha=0.3,
         lw=0,
         label="score of a shuffled measure, 95 %",
     )
-    axes.axhline(found.score, color=ORANGE, label=f"score {found.score:.3g}")
+    axes.axhline(result.score, color=ORANGE, label=f"score {result.score:.3g}")
     axes.tick_params(axis="x", labelrotation=60)
     axes.set(
         xlabel="hyperparameters conditioned on",
         ylabel="share of the gap's sign explained",
-        title=f"{found.num_models} models, Kendall's tau {found.kendall_tau:.2f}",
+        title=f"{result.num_models} models, Kendall's tau {result.kendall_tau:.2f}",
     )
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
     return figure
 
 
-def landscape(found: "Landscape", kind: str, metric: str) -> "Figure":
+def landscape(result: "Landscape", kind: str, metric: str) -> "Figure":
     """Draw curves in 1-D, contours or surfaces in 2-D, all models on one scale."""
     if kind not in ("contour", "surface"):
         raise ValueError(f'kind must be "contour" or "surface", got {kind!r}.')
-    values = _per_model(found, metric)
+    values = _per_model(result, metric)
     if values.ndim == 2:
-        return _curves(found, values, metric)
+        return _curves(result, values, metric)
     num = len(values)
     figure = new_figure(3.7 * num + 1.0, 3.6 if kind == "contour" else 3.9)
     levels, norm = _colors(values)
-    a, b = np.meshgrid(found.coordinates, found.coordinates, indexing="ij")
+    a, b = np.meshgrid(result.coordinates, result.coordinates, indexing="ij")
     image: Any = None
-    for number, (label, one) in enumerate(zip(found.labels, values, strict=True)):
+    for number, (label, one) in enumerate(zip(result.labels, values, strict=True)):
         if kind == "contour":
             axes: Any = figure.add_subplot(1, num, number + 1)
             image = axes.contourf(a, b, one, levels=levels, cmap="viridis", norm=norm)
@@ -143,62 +143,62 @@ def landscape(found: "Landscape", kind: str, metric: str) -> "Figure":
             image = axes.plot_surface(a, b, one, cmap="viridis", norm=norm, rcount=101, ccount=101, lw=0)
             axes.set_zlim(values.min(), values.max())
             axes.tick_params(labelsize=7, pad=0)
-        axes.set(xlabel=_direction(found, 1), ylabel=_direction(found, 2), title=label)
+        axes.set(xlabel=_direction(result, 1), ylabel=_direction(result, 2), title=label)
     bar = figure.colorbar(image, ax=figure.axes, label=metric, shrink=0.85 if kind == "contour" else 0.6, pad=0.04)
     bar.set_ticks(levels[::6].tolist(), labels=[f"{level:.3g}" for level in levels[::6]])
     bar.minorticks_off()
     return figure
 
 
-def landscape_page(found: "Landscape", path: str | os.PathLike[str], metric: str) -> None:
+def landscape_page(result: "Landscape", path: str | os.PathLike[str], metric: str) -> None:
     """Write a page with one surface for each model, to turn in a browser."""
     try:
         from plotly import graph_objects
         from plotly.subplots import make_subplots
     except ImportError as error:
         raise ImportError('Pages with 3-D surfaces need plotly: pip install "flatmin[lab]".') from error
-    values = _per_model(found, metric)
+    values = _per_model(result, metric)
     if values.ndim == 2:
         raise ValueError("save_html needs a 2-D landscape, got a 1-D one: measure it with dims=2, or use plot().")
     scenes = [[{"type": "surface"}] * len(values)]
-    page = make_subplots(rows=1, cols=len(values), specs=scenes, subplot_titles=found.labels)
+    page = make_subplots(rows=1, cols=len(values), specs=scenes, subplot_titles=result.labels)
     axis = {
-        "xaxis_title": _direction(found, 1),
-        "yaxis_title": _direction(found, 2),
+        "xaxis_title": _direction(result, 1),
+        "yaxis_title": _direction(result, 2),
         "zaxis": {"title": metric, "range": [float(values.min()), float(values.max())]},
     }
     for number, one in enumerate(values, 1):
         # plotly wants z[j][i] at (x[i], y[j]).
-        surface = graph_objects.Surface(x=found.coordinates, y=found.coordinates, z=one.T, coloraxis="coloraxis")
+        surface = graph_objects.Surface(x=result.coordinates, y=result.coordinates, z=one.T, coloraxis="coloraxis")
         page.add_trace(surface, row=1, col=number)
         page.update_layout({f"scene{number}": axis})
     page.update_layout(coloraxis={"colorscale": "Viridis", "colorbar": {"title": metric}})
     page.write_html(path, include_plotlyjs=True)
 
 
-def _curves(found: "Landscape", values: np.ndarray, metric: str) -> "Figure":
+def _curves(result: "Landscape", values: np.ndarray, metric: str) -> "Figure":
     figure, axes = _axes()
-    for label, one in zip(found.labels, values, strict=True):
-        axes.plot(found.coordinates, one, label=label)
+    for label, one in zip(result.labels, values, strict=True):
+        axes.plot(result.coordinates, one, label=label)
     axes.axvline(0, color=GREY, lw=0.8, ls=":")
-    axes.set(xlabel=_direction(found, 1), ylabel=metric)
-    if len(found.labels) > 1:
+    axes.set(xlabel=_direction(result, 1), ylabel=metric)
+    if len(result.labels) > 1:
         axes.legend(frameon=False)
     return figure
 
 
-def _direction(found: "Landscape", number: int) -> str:
-    return f"{'eigenvector' if found.directions == 'hessian' else 'random direction'} {number}"
+def _direction(result: "Landscape", number: int) -> str:
+    return f"{'eigenvector' if result.directions == 'hessian' else 'random direction'} {number}"
 
 
-def _per_model(found: "Landscape", metric: str) -> np.ndarray:
+def _per_model(result: "Landscape", metric: str) -> np.ndarray:
     """Return the values with the models in front; what is not finite becomes the largest number that is."""
     if metric not in ("loss", "accuracy"):
         raise ValueError(f'metric must be "loss" or "accuracy", got {metric!r}.')
-    values = found.loss if metric == "loss" else found.accuracy
+    values = result.loss if metric == "loss" else result.accuracy
     if not np.isfinite(values).any():
         raise ValueError(f"There is no {metric} in this landscape: the model is no classifier.")
-    num, points = len(found.labels), len(found.coordinates)
+    num, points = len(result.labels), len(result.coordinates)
     values = np.where(np.isfinite(values), values, values[np.isfinite(values)].max())
     return values.reshape(num, points, *(() if values.size == num * points else (points,)))
 

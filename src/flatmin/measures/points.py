@@ -8,7 +8,6 @@ read and is done again.
 import json
 import os
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 FORMAT = "flatmin landscape 1"
@@ -51,12 +50,12 @@ class PointCache:
             raise ValueError(f"cache must be a file, {self.path} is a directory.")
         first, *lines = self.path.read_bytes().split(b"\n")
         try:
-            found = json.loads(first)
+            stored = json.loads(first)
         except ValueError:
-            found = None
-        if not isinstance(found, dict) or found.get("format") != FORMAT:
+            stored = None
+        if not isinstance(stored, dict) or stored.get("format") != FORMAT:
             raise ValueError(f"{self.path} is not a landscape's cache; it was not changed. Choose another file.")
-        other = [key for key in self._header if found.get(key) != self._header[key]]
+        other = [key for key in self._header if stored.get(key) != self._header[key]]
         if other:
             raise ValueError(
                 f"The cache {self.path} belongs to another landscape (it differs in: {', '.join(other)}); it was not "
@@ -78,9 +77,7 @@ class PointCache:
     def __enter__(self) -> "PointCache":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
 

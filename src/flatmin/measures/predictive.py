@@ -81,8 +81,8 @@ def predictive_power(
     Example:
         >>> grid = list(itertools.product((0, 1), (0, 1), (0, 1)))
         >>> gap = [1.0, 2.0, 4.0, 3.0, 5.0, 6.0, 8.0, 7.0]
-        >>> found = predictive_power([g**2 for g in gap], gap, grid)
-        >>> round(found.score, 6), round(found.kendall_tau, 6)
+        >>> result = predictive_power([g**2 for g in gap], gap, grid)
+        >>> round(result.score, 6), round(result.kendall_tau, 6)
         (1.0, 1.0)
     """
     mu, g = np.asarray(measure, dtype=float), np.asarray(gap, dtype=float)

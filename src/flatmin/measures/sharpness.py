@@ -131,12 +131,12 @@ def m_sharpness(
     m = _check_m(objective, m)
     ascent = _Ascent(objective, _scale(objective, rho, eta), p, steps, metric, chunk_size)
     if m == objective.num_examples:
-        found = [ascent.sharpness(None)]
+        rises = [ascent.sharpness(None)]
     else:
         with measuring(objective.data):
             parts = objective.together(lambda: list(map(ascent.sharpness, subsets(objective.data, m, chunk_size))))
-        found = [pair for part in parts for pair in part]
-    return _summary(found, rho=rho, m=m, p=p, metric=metric)
+        rises = [pair for part in parts for pair in part]
+    return _summary(rises, rho=rho, m=m, p=p, metric=metric)
 
 
 @dataclass(frozen=True)
@@ -193,15 +193,15 @@ def rise_in_ball(objective: Objective, *, rho: float, steps: int, metric: str) -
     return _Ascent(objective, rho, 2.0, steps, metric, None).sharpness(None)
 
 
-def _summary(found: list[tuple[float, Value]], *, rho: float, m: int, p: float, metric: str) -> Sharpness:
-    per_subset = np.array([rise for rise, _ in found])
-    sizes = np.array([value.num_examples for _, value in found])
+def _summary(rises: list[tuple[float, Value]], *, rho: float, m: int, p: float, metric: str) -> Sharpness:
+    per_subset = np.array([rise for rise, _ in rises])
+    sizes = np.array([value.num_examples for _, value in rises])
     share = sizes / sizes.sum()
     mean = float(share @ per_subset)
-    num = len(found)
+    num = len(rises)
     # The variance of a weighted mean; for equal sizes it is s^2 / num.
     variance = float(share**2 @ (per_subset - mean) ** 2) * num / (num - 1) if num > 1 else math.nan
-    value = float(share @ np.array([value.metric(metric) for _, value in found]))
+    value = float(share @ np.array([value.metric(metric) for _, value in rises]))
     return Sharpness(mean, math.sqrt(variance), per_subset, sizes, value, rho, m, p, metric)
 
 

@@ -75,8 +75,8 @@ def top_eigenvalues(op: Operator, k: int = 5, *, tol: float = 1e-3, max_iter: in
         >>> model = nn.Linear(3, 1, bias=False)
         >>> half_square = lambda outputs, targets: (outputs**2).mean() / 2
         >>> data = [(torch.diag(torch.tensor([3.0, 6.0, 9.0])), torch.zeros(3))]
-        >>> found = top_eigenvalues(HessianOperator(model, half_square, data), k=2)
-        >>> found.values.round(3).tolist(), round(found.ratio(1, 2), 3)
+        >>> result = top_eigenvalues(HessianOperator(model, half_square, data), k=2)
+        >>> result.values.round(3).tolist(), round(result.ratio(1, 2), 3)
         ([27.0, 12.0], 2.25)
     """
     check_count("k", k)
@@ -167,8 +167,8 @@ def spectral_density(op: Operator, *, steps: int = 80, probes: int = 4, seed: in
         >>> model = nn.Linear(2, 1, bias=False)
         >>> half_square = lambda outputs, targets: (outputs**2).mean() / 2
         >>> op = HessianOperator(model, half_square, [(torch.diag(torch.tensor([2.0, 4.0])), torch.zeros(2))])
-        >>> found = spectral_density(op, probes=1)
-        >>> found.nodes.round(3).tolist(), found.weights.round(3).tolist()
+        >>> result = spectral_density(op, probes=1)
+        >>> result.nodes.round(3).tolist(), result.weights.round(3).tolist()
         ([2.0, 8.0], [0.5, 0.5])
     """
     check_count("steps", steps)

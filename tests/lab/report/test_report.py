@@ -259,7 +259,6 @@ def evil_findings():
         title=EVIL,
         x_label=EVIL,
         y_label=EVIL,
-        categories=[EVIL],
         series=[Series(name=EVIL, x=[0], y=[1], hover=[EVIL]), Series(name=EVIL, x=[0], y=[1])],
         note=EVIL,
         runs=[EVIL],

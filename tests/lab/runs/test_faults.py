@@ -347,9 +347,9 @@ def test_json_files_have_no_nan_and_prove_themselves(tmp_path):
 
 
 def test_a_test_loss_that_is_not_finite_is_null_in_every_file(tmp_path, monkeypatch):
-    from flatmin.lab.training import engine
+    from flatmin.lab.training import run as run_module
 
-    monkeypatch.setattr(engine, "evaluate", lambda *a: {"loss": float("inf"), "error": 0.9})
+    monkeypatch.setattr(run_module, "evaluate", lambda *a: {"loss": float("inf"), "error": 0.9})
     result = train(dataclasses.replace(SMALL, epochs=1), runs=tmp_path)
     assert result.metrics["test_loss"] is None
     for name in ("metrics.jsonl", "result.json"):

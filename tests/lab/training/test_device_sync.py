@@ -10,7 +10,7 @@ from flatmin.lab.runs.directory import RunDirectory
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
 from flatmin.lab.training import steps
 from flatmin.lab.training.distributed import Workers
-from flatmin.lab.training.engine import _Run
+from flatmin.lab.training.run import Run
 from flatmin.lab.training.session import Interruption
 
 META = torch.device("meta")  # holds no data: whoever looks at a value fails
@@ -61,7 +61,7 @@ def test_the_loop_does_not_wait_for_the_device(changes, data, tmp_path, monkeypa
     monkeypatch.setattr(steps.torch, "Generator", HostGenerator)
     directory = RunDirectory(experiment, 0, tmp_path)
     directory.path.mkdir()
-    run = _Run(experiment, 0, directory, Workers(device=META), None)
+    run = Run(experiment, 0, directory, Workers(device=META), None)
     run.attention_steps = 1000
     with NoDeviceSync(), pytest.raises(EnoughError):
         run.run_epochs(FewSteps(), Interruption(), 60.0)

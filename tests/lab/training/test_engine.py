@@ -18,7 +18,8 @@ from flatmin.lab.runs import directory as run_directory
 from flatmin.lab.runs.checkpoint import checkpoints, latest_checkpoint, read_state
 from flatmin.lab.runs.directory import RunDirectory, read_result
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
-from flatmin.lab.training import engine, session
+from flatmin.lab.training import run as run_module
+from flatmin.lab.training import session
 from flatmin.lab.training.engine import train
 from flatmin.lab.training.steps import Stepper
 from flatmin.lab.training.trained_model import load_trained
@@ -173,8 +174,8 @@ def test_the_time_is_that_of_training_without_evaluation_and_saving(checkpoint_s
         return wrapped
 
     monkeypatch.setattr(session, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0]))
-    monkeypatch.setattr(engine, "evaluate", slowly(engine.evaluate))
-    monkeypatch.setattr(engine, "save_checkpoint", slowly(engine.save_checkpoint))
+    monkeypatch.setattr(run_module, "evaluate", slowly(run_module.evaluate))
+    monkeypatch.setattr(run_module, "save_checkpoint", slowly(run_module.save_checkpoint))
     result = train(small(), runs=tmp_path, checkpoint_seconds=checkpoint_seconds)
     assert passed[0] >= 4 * slow  # two epochs, the first and the last checkpoint
     assert 0 < result.time_seconds < slow
@@ -282,14 +283,14 @@ def test_events_that_cannot_be_written_stop_cleanly_and_the_run_goes_on_later(tm
 
 def test_a_batch_smaller_than_the_number_of_workers_is_refused(tmp_path, monkeypatch):
     from flatmin.lab.training.distributed import Workers
-    from flatmin.lab.training.engine import _Run
+    from flatmin.lab.training.run import Run
 
     experiment = small(data=Data(train_size=60, batch_size=2))
-    monkeypatch.setattr(engine, "Stepper", lambda *a: None)
+    monkeypatch.setattr(run_module, "Stepper", lambda *a: None)
     for name in ("on_main", "on_each"):
         monkeypatch.setattr(Workers, name, lambda self, function: function())
     with pytest.raises(RunError, match="A batch of 2 examples cannot be divided among 3 workers"):
-        _Run(experiment, 0, RunDirectory(experiment, 0, tmp_path), Workers(count=3, device=CPU), None)
+        Run(experiment, 0, RunDirectory(experiment, 0, tmp_path), Workers(count=3, device=CPU), None)
 
 
 def test_two_processes_do_not_work_on_one_run(tmp_path):
@@ -348,7 +349,7 @@ def test_bfloat16_trains_and_resumes_exactly_too(tmp_path):
 def test_a_compiled_network_trains_to_the_same_metrics(tmp_path, monkeypatch):
     """With the cheapest backend: what is tested is that the engine's passes survive compilation."""
     compile_ = torch.compile
-    monkeypatch.setattr(engine.torch, "compile", lambda module: compile_(module, backend="aot_eager"))
+    monkeypatch.setattr(run_module.torch, "compile", lambda module: compile_(module, backend="aot_eager"))
     plain = train(small(model="wrn-10-1", optim=Optim(rho=0.1)), runs=tmp_path)
     compiled = train(dataclasses.replace(small(model="wrn-10-1", optim=Optim(rho=0.1)), compile=True), runs=tmp_path)
     assert compiled.metrics["train_loss"] == pytest.approx(plain.metrics["train_loss"], rel=1e-3)

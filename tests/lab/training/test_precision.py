@@ -6,20 +6,20 @@ import pytest
 import torch
 
 from flatmin.cli import main
-from flatmin.lab.training import engine
+from flatmin.lab.training import run
 from flatmin.lab.training.precision import deterministic_algorithms
 
 
 @pytest.mark.parametrize("flag", [(), ("--deterministic",)])
 def test_flag_turns_deterministic_algorithms_on_for_training_only(flag, tmp_path, monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    step, seen = engine.Stepper.step, []
+    step, seen = run.Stepper.step, []
 
     def recorded(self, *arguments):
         seen.append((torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")))
         return step(self, *arguments)
 
-    monkeypatch.setattr(engine.Stepper, "step", recorded)
+    monkeypatch.setattr(run.Stepper, "step", recorded)
     arguments = ["--data.train-size", "20", "--model.name", "cnn-2", "--epochs", "1", "--output", "quiet"]
     assert main(["train", *arguments, "--runs", str(tmp_path), *flag]) == 0
     assert set(seen) == {(bool(flag), ":4096:8" if flag else None)}

@@ -21,12 +21,12 @@ def find_run(name: str, runs: Path) -> Path:
     for path in (Path(name), runs / name):
         if (path / "spec.json").exists():
             return path
-    found = [path for path in run_directories(runs) if path.name.startswith(name)]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        first = ", ".join(path.name for path in found[:NUM_SHOWN]) + (", ..." if len(found) > NUM_SHOWN else "")
-        raise RunError(f"{len(found)} runs in {runs} start with {name!r}: {first}. Give more of the name.")
+    matching = [path for path in run_directories(runs) if path.name.startswith(name)]
+    if len(matching) == 1:
+        return matching[0]
+    if matching:
+        first = ", ".join(path.name for path in matching[:NUM_SHOWN]) + (", ..." if len(matching) > NUM_SHOWN else "")
+        raise RunError(f"{len(matching)} runs in {runs} start with {name!r}: {first}. Give more of the name.")
     raise RunError(
         f"{name!r} is neither the directory of a run nor the start of a name in {runs}. "
         f"{where_runs_are(runs) or f'`flatmin list runs --runs {runs}` shows all.'}"
@@ -45,12 +45,12 @@ def where_runs_are(runs: Path) -> str:
 
 def table(title: str, columns: Sequence[str], rows: Sequence[tuple[str, ...]]) -> Table:
     """Return a table for the terminal whose cells wrap instead of being cut."""
-    found = Table(title=title, title_justify="left")
+    shown = Table(title=title, title_justify="left")
     for column in columns:
-        found.add_column(column, overflow="fold")
+        shown.add_column(column, overflow="fold")
     for row in rows:
-        found.add_row(*row)
-    return found
+        shown.add_row(*row)
+    return shown
 
 
 def number(value: Any) -> str:

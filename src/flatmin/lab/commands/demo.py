@@ -25,19 +25,19 @@ class Demo:
         from flatmin.lab.sweeps.sweep import Sweeper
 
         with Sweeper(runs=self.runs, processes=self.processes, console=console) as sweeper:
-            found = demo(sweeper)
-        print_results(found, console)
-        page = write_page([found], self.runs, self.runs, "SAM on 500 handwritten digits")
+            findings = demo(sweeper)
+        print_results(findings, console)
+        page = write_page([findings], self.runs, self.runs, "SAM on 500 handwritten digits")
         console.print(f"The page with curves, spectra and landscapes: {page}")
 
 
-def print_results(found: Findings, console: Console) -> None:
+def print_results(findings: Findings, console: Console) -> None:
     """Print the table of results and the verdicts."""
-    results = found.tables[0]
+    results = findings.tables[0]
     columns = [f"{name} %" if name.endswith("error") else name for name in results.columns]
     rows = [tuple(_text(entry) if isinstance(entry, Cell) else str(entry) for entry in row) for row in results.rows]
     console.print(table(f"500 digits: {results.title}", columns, rows))
-    for verdict in found.verdicts:
+    for verdict in findings.verdicts:
         console.print(verdict.evidence, highlight=False, markup=False)
 
 

@@ -38,17 +38,17 @@ class Report:
         from flatmin.lab.report import describe_runs
 
         if not self.items:
-            found = [describe_runs(self.runs)]
+            described = [describe_runs(self.runs)]
             out = self.out or self.runs / "report"
         else:
             archive = ReadOnlyRunner(self.runs)
-            found = [
+            described = [
                 with_all_missing(item.study(self.scale, archive), item.study, archive)
                 for item in items_named(self.items)
             ]
             out = self.out or self.runs / f"report-{self.scale}"
-        page = write_page(found, self.runs, out, self.title)
-        for findings in found:
+        page = write_page(described, self.runs, out, self.title)
+        for findings in described:
             print_verdicts(findings, console)
         console.print(f"The page: {page}")
 
@@ -68,11 +68,11 @@ def items_named(names: Sequence[str]) -> list[Item]:
     return [ITEMS[name] for name in names]
 
 
-def write_page(found: Sequence[Findings], runs: Path, out: Path, title: str = "") -> Path:
+def write_page(findings: Sequence[Findings], runs: Path, out: Path, title: str = "") -> Path:
     """Write the page and return its path."""
     from flatmin.lab.report import write_report
 
-    return write_report(found, runs=runs, out=out, **({"title": title} if title else {}))
+    return write_report(findings, runs=runs, out=out, **({"title": title} if title else {}))
 
 
 def print_verdicts(findings: Findings, console: Console) -> None:

@@ -80,7 +80,7 @@ class Reproduce:
         for name, why in skipped.items():
             console.print(f"{name} is left out: {why}", highlight=False, markup=False)
         out = self.out or self.runs / f"report-{self.scale}"
-        found: list[Findings] = []
+        shown: list[Findings] = []
         page: Path | None = None
         with Sweeper(
             runs=self.runs,
@@ -102,9 +102,9 @@ class Reproduce:
                     _raise_if_none_is_left(chosen, skipped)
                     console.print(f"{item.name} is left out: {error}", highlight=False, markup=False)
                     continue
-                found.append(with_all_missing(findings, item.study, archive))
-                page = write_page(found, self.runs, out)
-                print_verdicts(found[-1], console)
+                shown.append(with_all_missing(findings, item.study, archive))
+                page = write_page(shown, self.runs, out)
+                print_verdicts(shown[-1], console)
         if page is not None:
             console.print(f"The page: {page}")
         if isinstance(runner, FilteredRunner) and runner.num_meant == 0 and not skipped:

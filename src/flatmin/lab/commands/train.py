@@ -1,9 +1,10 @@
 """``flatmin train``."""
 
 import os
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
@@ -36,20 +37,19 @@ class Train:
 
     def run(self, console: Console) -> None:
         """Train."""
-        keywords: dict[str, Any] = {
-            "seed": self.seed,
-            "runs": self.runs,
-            "data_root": self.data_root,
-            "checkpoint_seconds": self.checkpoint_seconds,
-            "deterministic": self.deterministic,
-        }
-        leads = os.environ.get("RANK", "0") == "0"
-        if self.output == "bar" and leads:
-            with BarCallback(console) as callback:
-                result = train(self.experiment, callback=callback, **keywords)
-        else:
-            result = train(self.experiment, callback=JsonCallback() if self.output == "json" else None, **keywords)
-        if not leads:
+        is_main = os.environ.get("RANK", "0") == "0"
+        bar = BarCallback(console) if self.output == "bar" and is_main else nullcontext()
+        with bar as callback:
+            result = train(
+                self.experiment,
+                seed=self.seed,
+                runs=self.runs,
+                data_root=self.data_root,
+                callback=JsonCallback() if self.output == "json" else callback,
+                checkpoint_seconds=self.checkpoint_seconds,
+                deterministic=self.deterministic,
+            )
+        if not is_main:
             return
         if self.output == "json":
             write_event("result", {"directory": str(result.directory), **result.metrics})

@@ -65,39 +65,21 @@ def freeze_batch_norm(network: nn.Module) -> None:
 
 def _fresh(model: Model, num_classes: int, in_channels: int) -> nn.Module:
     name, reference = check_model_name(model.name), model.design == "reference"
+    shape = {"num_classes": num_classes, "in_channels": in_channels}
     match name.family:
         case "wrn":
-            return WideResNet(
-                name.depth,
-                name.width,
-                num_classes=num_classes,
-                in_channels=in_channels,
-                batch_norm=model.norm == "batch",
-                reference=reference,
-            )
+            return WideResNet(name.depth, name.width, batch_norm=model.norm == "batch", reference=reference, **shape)
         case "resnet":
             shortcuts: dict[str, Shortcut] = {"": "identity", "projection": "projection", "noshort": "none"}
-            return ResNetCifar(
-                name.depth, num_classes=num_classes, in_channels=in_channels, shortcut=shortcuts[name.variant]
-            )
+            return ResNetCifar(name.depth, shortcut=shortcuts[name.variant], **shape)
         case "shake-shake":
-            return ShakeShakeNet(
-                name.depth, name.width, num_classes=num_classes, in_channels=in_channels, reference=reference
-            )
+            return ShakeShakeNet(name.depth, name.width, reference=reference, **shape)
         case "pyramidnet":
-            return PyramidNet(
-                name.depth,
-                name.alpha,
-                num_classes=num_classes,
-                in_channels=in_channels,
-                shakedrop=name.variant == "shakedrop",
-            )
+            return PyramidNet(name.depth, name.alpha, shakedrop=name.variant == "shakedrop", **shape)
         case "cnn":
-            return PlainCNN(name.width, num_classes=num_classes, in_channels=in_channels)
+            return PlainCNN(name.width, **shape)
         case "vit":
-            return VisionTransformer(
-                name.depth, name.width, name.patch_size, num_classes=num_classes, in_channels=in_channels
-            )
+            return VisionTransformer(name.depth, name.width, name.patch_size, **shape)
     rates = {"drop_rate": model.dropout, "drop_path_rate": model.drop_connect}
     return _from_timm(name.timm_name, num_classes, in_channels, {k: rate for k, rate in rates.items() if rate})
 

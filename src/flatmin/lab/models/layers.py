@@ -1,5 +1,7 @@
 """What the models written here share: a convolution, the option-A shortcut and the start of the weights."""
 
+from collections.abc import Callable, Sequence
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -7,6 +9,18 @@ from torch import Tensor, nn
 def conv3x3(in_channels: int, channels: int, stride: int = 1, *, bias: bool = False) -> nn.Conv2d:
     """Return a 3x3 convolution that keeps the size (divided by the stride)."""
     return nn.Conv2d(in_channels, channels, 3, stride, padding=1, bias=bias)
+
+
+def three_groups(
+    in_channels: int, widths: Sequence[int], num_blocks: int, block: Callable[[int, int, int], nn.Module]
+) -> nn.Sequential:
+    """Return the blocks of three groups, made from (in_channels, channels, stride); all groups but the first halve."""
+    blocks: list[nn.Module] = []
+    for group, channels in enumerate(widths):
+        for i in range(num_blocks):
+            blocks.append(block(in_channels, channels, 2 if group > 0 and i == 0 else 1))
+            in_channels = channels
+    return nn.Sequential(*blocks)
 
 
 def initialize(network: nn.Module) -> None:

@@ -1,11 +1,12 @@
 """ResNets for small images (He et al., 2016, Section 4.2), also without residual connections (Figure 1)."""
 
+from functools import partial
 from typing import Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flatmin.lab.models.layers import conv3x3, initialize, pad_channels
+from flatmin.lab.models.layers import conv3x3, initialize, pad_channels, three_groups
 
 Shortcut = Literal["identity", "projection", "none"]
 
@@ -48,15 +49,8 @@ class ResNetCifar(nn.Module):
     def __init__(self, depth: int, *, num_classes: int, in_channels: int = 3, shortcut: Shortcut = "identity") -> None:
         super().__init__()
         self.conv1, self.norm1 = conv3x3(in_channels, 16), nn.BatchNorm2d(16)
-        blocks: list[nn.Module] = []
-        width = 16
-        for group, channels in enumerate((16, 32, 64)):
-            for i in range((depth - 2) // 6):
-                stride = 2 if group > 0 and i == 0 else 1
-                blocks.append(BasicBlock(width, channels, stride, shortcut))
-                width = channels
-        self.blocks = nn.Sequential(*blocks)
-        self.head = nn.Linear(width, num_classes)
+        self.blocks = three_groups(16, (16, 32, 64), (depth - 2) // 6, partial(BasicBlock, shortcut=shortcut))
+        self.head = nn.Linear(64, num_classes)
         initialize(self)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,10 +1,12 @@
 """Shake-Shake models: ResNets with two residual branches that are mixed at random (Gastaldi, 2017)."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flatmin.lab.models.layers import conv3x3, initialize
+from flatmin.lab.models.layers import conv3x3, initialize, three_groups
 from flatmin.lab.models.shake import ShakeShake
 
 
@@ -70,15 +72,9 @@ class ShakeShakeNet(nn.Module):
     ) -> None:
         super().__init__()
         self.conv1, self.norm1 = conv3x3(in_channels, 16), nn.BatchNorm2d(16)
-        blocks: list[nn.Module] = []
-        last = 16
-        for group, channels in enumerate((width, 2 * width, 4 * width)):
-            for i in range((depth - 2) // 6):
-                stride = 2 if group > 0 and i == 0 else 1
-                blocks.append(ShakeBlock(last, channels, stride, reference=reference))
-                last = channels
-        self.blocks = nn.Sequential(*blocks)
-        self.head = nn.Linear(last, num_classes)
+        widths, block = (width, 2 * width, 4 * width), partial(ShakeBlock, reference=reference)
+        self.blocks = three_groups(16, widths, (depth - 2) // 6, block)
+        self.head = nn.Linear(widths[-1], num_classes)
         initialize(self)
 
     def forward(self, x: Tensor) -> Tensor:

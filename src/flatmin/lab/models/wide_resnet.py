@@ -1,10 +1,12 @@
 """Wide ResNets for small images (Zagoruyko and Komodakis, 2016), with batch norm or without."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flatmin.lab.models.layers import conv3x3, initialize, pad_channels
+from flatmin.lab.models.layers import conv3x3, initialize, pad_channels, three_groups
 
 
 class WideBlock(nn.Module):
@@ -19,21 +21,16 @@ class WideBlock(nn.Module):
         stride: of the first convolution.
         batch_norm: see above.
         pooled_shortcut: where the shape changes, the shortcut is average pooling and zero channels (no convolution).
-        activate_first: whether norm and ReLU come before the shortcut branches off.
     """
 
+    activate_first = False
+    """Whether norm and ReLU come before the shortcut branches off."""
+
     def __init__(
-        self,
-        in_channels: int,
-        channels: int,
-        stride: int,
-        *,
-        batch_norm: bool,
-        pooled_shortcut: bool = False,
-        activate_first: bool = False,
+        self, in_channels: int, channels: int, stride: int, *, batch_norm: bool, pooled_shortcut: bool = False
     ) -> None:
         super().__init__()
-        self.stride, self.channels, self.activate_first = stride, channels, activate_first
+        self.stride, self.channels = stride, channels
         self.norm1 = nn.BatchNorm2d(in_channels) if batch_norm else nn.Identity()
         self.conv1 = conv3x3(in_channels, channels, stride, bias=not batch_norm)
         self.norm2 = nn.BatchNorm2d(channels) if batch_norm else nn.Identity()
@@ -82,25 +79,11 @@ class WideResNet(nn.Module):
         reference: bool = False,
     ) -> None:
         super().__init__()
-        num_blocks = (depth - 4) // 6
         self.conv1 = conv3x3(in_channels, 16, bias=not batch_norm)
-        blocks: list[nn.Module] = []
-        channels = 16
-        for group, base in enumerate((16, 32, 64)):
-            for i in range(num_blocks):
-                stride = 2 if group > 0 and i == 0 else 1
-                blocks.append(
-                    WideBlock(
-                        channels,
-                        base * width,
-                        stride,
-                        batch_norm=batch_norm,
-                        pooled_shortcut=reference,
-                        activate_first=reference and not blocks,
-                    )
-                )
-                channels = base * width
-        self.blocks = nn.Sequential(*blocks)
+        block = partial(WideBlock, batch_norm=batch_norm, pooled_shortcut=reference)
+        self.blocks = three_groups(16, (16 * width, 32 * width, 64 * width), (depth - 4) // 6, block)
+        self.blocks[0].activate_first = reference  # type: ignore[assignment]
+        channels = 64 * width
         self.norm = nn.BatchNorm2d(channels) if batch_norm else nn.Identity()
         self.head = nn.Linear(channels, num_classes)
         initialize(self)

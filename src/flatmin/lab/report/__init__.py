@@ -7,12 +7,11 @@ gives the same bytes. May import everything of the lab but commands.
 from collections.abc import Sequence
 from pathlib import Path
 
-from flatmin.lab.errors import StorageError
 from flatmin.lab.report.content import report_content
 from flatmin.lab.report.render import html_page, markdown_page
 from flatmin.lab.report.run_findings import describe_runs
 from flatmin.lab.report.runs import read_runs
-from flatmin.lab.runs.json_files import write_atomic
+from flatmin.lab.runs.json_files import storing, write_atomic
 from flatmin.lab.studies.findings import Findings
 
 __all__ = ["describe_runs", "write_report"]
@@ -45,8 +44,6 @@ def write_report(findings: Sequence[Findings], *, runs: Path, out: Path, title: 
 
 
 def _write(path: Path, text: str) -> None:
-    try:
+    with storing(path.parent, "Choose another directory with --out."):
         path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error}. Choose another directory with --out.") from error
     write_atomic(path, text)

@@ -218,7 +218,7 @@ def _figure(number: str, item: str, figure: LineFigure | SurfaceFigure) -> dict[
         rows = [
             (
                 series.name,
-                x_text(figure, x),
+                x_text(x),
                 y_text(figure, series, index),
                 *([series.hover[index] if series.hover else ""] if named else []),
             )

@@ -29,7 +29,7 @@ STATUS_LOOK: dict[VerdictStatus, tuple[str, str]] = {
     "inconclusive": ("#e69f00", "D"),
     "not tested": ("#8a8f98", "X"),
 }
-NUM_LEVELS, MOST_TICKS, MOST_CATEGORY_CHARACTERS, FOREST_LABEL, FOREST_LIMIT = 25, 10, 50, 46, 100
+NUM_LEVELS, MOST_TICKS, FOREST_LABEL, FOREST_LIMIT = 25, 10, 46, 100
 STYLE = {
     **{"svg.hashsalt": "flatmin", "svg.fonttype": "none", "font.size": 9.5, "font.family": "sans-serif"},
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
@@ -79,10 +79,8 @@ def draw(figure: LineFigure | SurfaceFigure | ForestFigure) -> "Figure":
     return _draw_surfaces(figure) if isinstance(figure, SurfaceFigure) else _draw_forest(figure)
 
 
-def x_text(figure: LineFigure, x: float) -> str:
-    """Return the name of a category, or the number."""
-    if figure.categories is not None and float(x).is_integer() and 0 <= x < len(figure.categories):
-        return figure.categories[int(x)]
+def x_text(x: float) -> str:
+    """Return a place on the horizontal axis."""
     return f"{x:.6g}".replace("-", MINUS)
 
 
@@ -101,7 +99,7 @@ def _draw_lines(figure: LineFigure) -> "Figure":
     for number, series in enumerate(figure.series):
         color, marker = COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)]
         line = DASHES[number // len(COLORS) % len(DASHES)] if "lines" in series.mode else "none"
-        xs, ys = np.array(_positions(figure, number)), np.array(series.y, dtype=float)
+        xs, ys = np.array(series.x, dtype=float), np.array(series.y, dtype=float)
         shown = np.isfinite(xs) & np.isfinite(ys) & ((xs > 0) | (not figure.log_x)) & ((ys > 0) | (not figure.log_y))
         drawable |= bool(shown.any())
         xs, ys = np.where(shown, xs, np.nan), np.where(shown, ys, np.nan)
@@ -117,32 +115,18 @@ def _draw_lines(figure: LineFigure) -> "Figure":
     axes.grid(visible=True)
     if figure.log_y and drawable:
         axes.set_yscale("log", nonpositive="clip")
-    if figure.categories is not None:
-        long = sum(map(len, figure.categories)) > MOST_CATEGORY_CHARACTERS
-        slanted: dict[str, Any] = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if long else {}
-        axes.set_xticks(range(len(figure.categories)), [_plain(name, 24) for name in figure.categories], **slanted)
-        axes.set_xlim(-0.5, len(figure.categories) - 0.5)
-    elif figure.log_x and drawable:
+    if figure.log_x and drawable:
         axes.set_xscale("log", nonpositive="clip")
         # For a grid of few values, the values themselves say more than powers of ten.
         values = sorted({float(x) for series in figure.series for x in series.x if math.isfinite(x) and x > 0})
         if len(values) <= MOST_TICKS:
-            axes.set_xticks(values, [x_text(figure, value) for value in values])
+            axes.set_xticks(values, [x_text(value) for value in values])
             axes.minorticks_off()
     if len(figure.series) > 1:
         longest = max(len(series.name) for series in figure.series)
         columns = max(1, min(len(figure.series), 56 // (longest + 6)))
         drawn.legend(loc="outside lower center", ncols=columns, frameon=False)
     return drawn
-
-
-def _positions(figure: LineFigure, number: int) -> list[float]:
-    """Return the x of a series' points: those of one category are side by side, not on top of each other."""
-    xs = [float(x) for x in figure.series[number].x]
-    if figure.categories is None or len(figure.series) == 1:
-        return xs
-    step = min(0.12, 0.6 / len(figure.series))
-    return [x + step * (number - (len(figure.series) - 1) / 2) for x in xs]
 
 
 def _draw_surfaces(figure: SurfaceFigure) -> "Figure":

@@ -89,11 +89,11 @@ def _by_experiment(records: Sequence[RunRecord]) -> list[_Group]:
 
 def _varied_settings(groups: Sequence[_Group]) -> list[str]:
     """Return the settings in which experiments differ, and always the epochs; labels do not change a run."""
-    found: dict[str, set[str]] = {}
+    values_of: dict[str, set[str]] = {}
     for group in groups:
         for name, value in group.settings.items():
-            found.setdefault(name, set()).add(repr(value))
-    apart = [name for name, values in found.items() if len(values) > 1 or name == "epochs"]
+            values_of.setdefault(name, set()).add(repr(value))
+    apart = [name for name, values in values_of.items() if len(values) > 1 or name == "epochs"]
     apart = [name for name in apart if name != "name"]
     # How often it was evaluated goes along with the epochs, and is a column only where nothing else tells two apart.
     fewer = [name for name in apart if name != "evaluate_every"]
@@ -124,12 +124,12 @@ def _values(group: _Group, varied: Sequence[str]) -> list[str]:
 
 
 def _cell(group: _Group, metric: str) -> Cell:
-    found = {record.name: value for record in group.finished if (value := record.error(metric)) is not None}
+    errors = {record.name: value for record in group.finished if (value := record.error(metric)) is not None}
     counts = {state: sum(record.state == state for record in group.records) for state in ("failed", "not finished")}
     return Cell(
-        measured=mean_and_interval(list(found.values())) if found else None,
-        values=tuple(found.values()),
-        runs=tuple(found),
+        measured=mean_and_interval(list(errors.values())) if errors else None,
+        values=tuple(errors.values()),
+        runs=tuple(errors),
         note="; ".join(f"{count} of {len(group.records)} {state}" for state, count in counts.items() if count) or None,
     )
 

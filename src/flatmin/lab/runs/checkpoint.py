@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from flatmin.lab.errors import StorageError
-from flatmin.lab.runs.json_files import TEMPORARY_SUFFIX, remove_temporary_files
+from flatmin.lab.runs.json_files import TEMPORARY_SUFFIX, remove_temporary_files, storing
 
 PATTERN = re.compile(r"step-(\d{8,})-([0-9a-f]{16})\.pt")
 NUM_KEPT = 2
@@ -107,12 +107,12 @@ def read_state(content: bytes, device: torch.device) -> dict[str, Any]:
 
 def checkpoints(directory: Path) -> list[Path]:
     """Return the files that are named like checkpoints, the latest first; none if there is no such directory."""
-    found = []
+    files = []
     for path in directory.iterdir() if directory.is_dir() else ():
         if match := PATTERN.fullmatch(path.name):
             with suppress(FileNotFoundError):  # another process may just have removed it
-                found.append((int(match[1]), path.lstat().st_mtime_ns, path))
-    return [path for _, _, path in sorted(found, reverse=True)]
+                files.append((int(match[1]), path.lstat().st_mtime_ns, path))
+    return [path for _, _, path in sorted(files, reverse=True)]
 
 
 def latest_step(directory: Path) -> int:
@@ -127,17 +127,13 @@ def prepare_directory(directory: Path, needed_bytes: int) -> None:
     Raises:
         StorageError: it cannot be created or written to, or the disk has too little room.
     """
-    try:
+    with storing(directory, "Choose another directory with --runs."):
         directory.mkdir(parents=True, exist_ok=True)
         remove_temporary_files(directory)
         probe = directory / f"probe{TEMPORARY_SUFFIX}"
         probe.write_bytes(b"x" * 4096)
         probe.unlink()
         free = shutil.disk_usage(directory).free
-    except OSError as error:
-        raise StorageError(
-            f"{directory} cannot be written to: {error}. Choose another directory with --runs."
-        ) from error
     total = (NUM_KEPT + 1) * needed_bytes
     if free < total:
         raise StorageError(

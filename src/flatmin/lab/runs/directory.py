@@ -19,14 +19,15 @@ from typing import IO, Any, TypeGuard
 
 import torch
 
-from flatmin.lab.errors import CorruptFileError, RunError, RunLockedError, SpecError, StorageError
+from flatmin.lab.errors import CorruptFileError, RunError, RunLockedError, SpecError
 from flatmin.lab.runs.environment import PACKAGES as PACKAGES
 from flatmin.lab.runs.environment import environment
-from flatmin.lab.runs.json_files import read_json, remove_temporary_files, write_atomic, write_json
+from flatmin.lab.runs.json_files import read_json, remove_temporary_files, storing, write_atomic, write_json
 from flatmin.lab.spec.experiment import Experiment
 
 Metrics = dict[str, float | int | None]
 PROBLEM_FILE = "problem.json"
+CHOOSE_RUNS = "Choose another directory with --runs."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,25 +78,21 @@ class RunDirectory:
             RunError: it belongs to another experiment, or has the result of another number of workers.
             CorruptFileError: one of its files cannot be used.
         """
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = _locked(self.path / "lock")
-            for directory in (self.path, self.weights):
-                remove_temporary_files(directory)
-            if (self.path / "spec.json").exists():
-                read_spec(self.path)
-            else:
-                write_atomic(self.path / "spec.json", self.experiment.to_json())
-            if num_workers is not None:
-                self._check_sessions(num_workers)
-        except RunError:
-            self.close()
-            raise
-        except OSError as error:
-            self.close()
-            raise StorageError(
-                f"{self.path} cannot be written to: {error}. Choose another directory with --runs."
-            ) from error
+        with storing(self.path, CHOOSE_RUNS):
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                self._lock = _locked(self.path / "lock")
+                for directory in (self.path, self.weights):
+                    remove_temporary_files(directory)
+                if (self.path / "spec.json").exists():
+                    read_spec(self.path)
+                else:
+                    write_atomic(self.path / "spec.json", self.experiment.to_json())
+                if num_workers is not None:
+                    self._check_sessions(num_workers)
+            except (OSError, RunError):
+                self.close()
+                raise
 
     def close(self) -> None:
         """Unlock the directory; remove it if training never started."""
@@ -144,10 +141,8 @@ class RunDirectory:
 
     def write_problem(self, problem: str) -> None:
         """Record why the run failed; its directory need not exist."""
-        try:
+        with storing(self.path, CHOOSE_RUNS):
             self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StorageError(f"{self.path / PROBLEM_FILE} cannot be written: {error}.") from error
         write_json(self.path / PROBLEM_FILE, {"problem": problem})
 
     def finish(self, history: list[Metrics], time_seconds: float) -> Result:
@@ -340,11 +335,8 @@ def _is_number(value: Any) -> TypeGuard[float]:
 
 
 def _append(path: Path, line: str) -> None:
-    try:
-        with path.open("a") as file:
-            file.write(line)
-    except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error}. What was saved before is unchanged.") from error
+    with storing(path, "What was saved before is unchanged."), path.open("a") as file:
+        file.write(line)
 
 
 def _locked(path: Path) -> IO[str]:

@@ -3,6 +3,8 @@
 import hashlib
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,15 @@ from flatmin.lab.errors import CorruptFileError, StorageError
 from flatmin.lab.spec.fields import finite
 
 TEMPORARY_SUFFIX = ".part"
+
+
+@contextmanager
+def storing(what: object, hint: str) -> Iterator[None]:
+    """Turn an error of the file system into a StorageError that says what cannot be written, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{what} cannot be written to: {error}. {hint}") from error
 
 
 def write_json(path: Path, content: dict[str, Any], *, indent: int | None = 2) -> None:

@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from flatmin.lab.errors import StorageError
 from flatmin.lab.runs.directory import Metrics
+from flatmin.lab.runs.json_files import storing
+
+UNCHANGED = "Checkpoints are unchanged."
 
 
 class EventWriter:
@@ -49,17 +51,13 @@ def tensorboard(run: Path, epoch: int) -> Iterator[EventWriter]:
     Raises:
         StorageError: events cannot be written.
     """
-    try:
+    with storing(run / "tensorboard", UNCHANGED):
         writer = EventWriter(run / "tensorboard", purge_step=epoch + 1)
-    except OSError as error:
-        raise _storage_error(run / "tensorboard", error) from error
     try:
         yield writer
     finally:
-        try:
+        with storing(writer.directory, UNCHANGED):
             writer.close()
-        except OSError as error:
-            raise _storage_error(writer.directory, error) from error
 
 
 def write_events(writer: EventWriter, line: Metrics) -> None:
@@ -69,11 +67,5 @@ def write_events(writer: EventWriter, line: Metrics) -> None:
         StorageError: they cannot be written.
     """
     values = {name: value for name, value in line.items() if name not in ("epoch", "step") and value is not None}
-    try:
+    with storing(writer.directory, UNCHANGED):
         writer.add_scalars(values, int(line["epoch"] or 0))
-    except OSError as error:
-        raise _storage_error(writer.directory, error) from error
-
-
-def _storage_error(directory: Path, error: OSError) -> StorageError:
-    return StorageError(f"{directory} cannot be written to: {error}. Checkpoints are unchanged.")

@@ -1,6 +1,7 @@
 """What is known of each dataset without reading it: classes, image size, statistics, source."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 FOLDER_PREFIX = "folder:"
@@ -14,7 +15,7 @@ class DatasetInfo:
     """A dataset, as far as it is known before it is read."""
 
     title: str
-    """For people."""
+    """Name, source and number of images."""
     num_classes: int
     """Number of classes; 0 where only the directory knows."""
     channels: int = 3
@@ -34,51 +35,45 @@ class DatasetInfo:
     files: str = ""
     """What has to be in the data directory, for the error that says what to put where."""
     source: str = ""
-    """Where people find it."""
+    """Where to find it."""
     downloadable: bool = True
     """Whether torchvision can fetch it."""
 
 
+_in_memory = partial(DatasetInfo, in_memory=True, policy="cifar10")
 DATASETS: dict[str, DatasetInfo] = {
-    "digits": DatasetInfo(
+    "digits": _in_memory(
         title="UCI handwritten digits (E. Alpaydin, C. Kaynak), 1,797 images, inside the package",
         num_classes=10,
         channels=1,
         size=8,
-        in_memory=True,
         mean=(0.3045,),
         std=(0.3760,),
-        policy="cifar10",
     ),
-    "cifar10": DatasetInfo(
+    "cifar10": _in_memory(
         title="CIFAR-10 (Krizhevsky, 2009), 50,000 + 10,000 images",
         num_classes=10,
         size=32,
-        in_memory=True,
         mean=(0.4914, 0.4822, 0.4465),
         std=(0.2470, 0.2435, 0.2616),
-        policy="cifar10",
         marker="cifar-10-batches-py",
         files="cifar-10-batches-py/ (from cifar-10-python.tar.gz)",
         source="https://www.cs.toronto.edu/~kriz/cifar.html",
     ),
-    "cifar100": DatasetInfo(
+    "cifar100": _in_memory(
         title="CIFAR-100 (Krizhevsky, 2009), 50,000 + 10,000 images",
         num_classes=100,
         size=32,
-        in_memory=True,
         mean=(0.5071, 0.4865, 0.4409),
         std=(0.2673, 0.2564, 0.2762),
-        policy="cifar10",
         marker="cifar-100-python",
         files="cifar-100-python/ (from cifar-100-python.tar.gz)",
         source="https://www.cs.toronto.edu/~kriz/cifar.html",
     ),
-    "svhn": DatasetInfo(
+    "svhn": _in_memory(
         title="SVHN (Netzer et al., 2011), 73,257 + 26,032 images, and 531,131 with --data.extra",
         num_classes=10,
         size=32,
-        in_memory=True,
         mean=(0.4377, 0.4438, 0.4728),
         std=(0.1980, 0.2010, 0.1970),
         policy="svhn",
@@ -86,15 +81,13 @@ DATASETS: dict[str, DatasetInfo] = {
         files="train_32x32.mat, test_32x32.mat and, with --data.extra, extra_32x32.mat",
         source="http://ufldl.stanford.edu/housenumbers/",
     ),
-    "fashion-mnist": DatasetInfo(
+    "fashion-mnist": _in_memory(
         title="Fashion-MNIST (Xiao et al., 2017), 60,000 + 10,000 images",
         num_classes=10,
         channels=1,
         size=28,
-        in_memory=True,
         mean=(0.2860,),
         std=(0.3530,),
-        policy="cifar10",
         marker="FashionMNIST/raw",
         files="FashionMNIST/raw/ with {train,t10k}-{images-idx3,labels-idx1}-ubyte or the same with .gz "
         "(or, on Debian, the package dataset-fashion-mnist)",

@@ -8,15 +8,14 @@ later, with a default that means "as before", leaves the names of finished runs 
 import dataclasses
 import hashlib
 import json
-import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
-from flatmin.core.checks import check_p, check_rho
 from flatmin.lab.errors import SpecError
 from flatmin.lab.spec.datasets import DATASETS, FOLDER_PREFIX, dataset_info
 from flatmin.lab.spec.fields import build, conform, did_you_mean, field_error, plain, require
 from flatmin.lab.spec.models import check_model_name
+from flatmin.lab.spec.optim import Optim
 
 __all__ = ["Data", "Experiment", "Model", "Optim", "SpecError"]
 
@@ -140,115 +139,6 @@ class Model:
     def without_checkpoint(self) -> "Model":
         """Return the same model with fresh weights."""
         return dataclasses.replace(self, checkpoint=None, head="auto", freeze_batch_norm=False)
-
-
-SAM_ONLY: dict[str, Any] = {
-    **{"adaptive": None, "sync_perturbation": False, "second_order": False, "ascent_steps": 1, "direction": "gradient"},
-    **{"p": 2.0, "part": 1.0, "ascent_part": 1.0, "every": 1, "weight": None},
-}
-"""The fields of `Optim` that mean nothing without SAM, and their defaults."""
-NO_SAM = "left alone where rho is 0: without SAM it has no meaning"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Optim:
-    """The optimizer, its schedule, and SAM around it."""
-
-    name: Literal["sgd", "adamw"] = "sgd"
-    """The base optimizer."""
-    lr: float = 0.1
-    """Peak learning rate."""
-    momentum: float = 0.9
-    """SGD's momentum (AdamW has betas 0.9 and 0.999)."""
-    nesterov: bool = True
-    """SGD with Nesterov's momentum (the reference code)."""
-    weight_decay: float = 5e-4
-    """lambda of the L2 term lambda/2 |w|^2, on all parameters (AdamW: decoupled)."""
-    decay: Literal["optimizer", "loss"] = "optimizer"
-    """optimizer: decay outside of the perturbation (Eq. 1); loss: in the loss (the reference code)."""
-    schedule: Literal["cosine", "step", "constant"] = "cosine"
-    """The learning rate after warm-up; step multiplies it by 0.2 after 30, 60 and 80 % of all steps."""
-    warmup_epochs: float = 0.0
-    """Epochs over which the learning rate rises linearly from 0."""
-    label_smoothing: float = 0.0
-    """Mass of the target that is spread over all classes."""
-    clip_norm: float | None = None
-    """Clip the norm of the synchronized gradient of the base step (reference code: 5.0)."""
-    rho: float = 0.0
-    """SAM's neighborhood size (the paper's default is 0.05); 0 trains without SAM."""
-    p: float = 2.0
-    """The norm of SAM's ball, in [1, inf]."""
-    adaptive: float | None = None
-    """ASAM with this eta; plain SAM if None."""
-    ascent_steps: int = 1
-    """Steps of the inner maximization (Appendix C.6)."""
-    direction: Literal["gradient", "random", "momentum"] = "gradient"
-    """random perturbs along Gaussian noise (Appendix C.5); momentum against the momentum, in one pass."""
-    part: float = 1.0
-    """Apply SAM to this share of each batch, at full strength, and take a plain pass on the rest: 1 + part passes."""
-    ascent_part: float = 1.0
-    """Take the direction from this share of each batch alone, and the gradient at w + eps from all of it."""
-    every: int = 1
-    """SAM in every k-th step, plain steps in between."""
-    weight: float | None = None
-    """Factor of SAM's correction g(w + eps) - g(w); full strength if None: every / part."""
-    m: int | None = None
-    """Examples that batch norm sees together and that, with SAM, share an eps (m-sharpness, Section 4.1), as if on a
-    separate accelerator; those of a worker if None."""
-    sync_perturbation: bool = False
-    """One eps for all workers (the default is one each, as in the paper)."""
-    second_order: bool = False
-    """Keep the second-order terms of SAM's gradient (Appendix C.4)."""
-
-    def __post_init__(self) -> None:
-        """Check every field."""
-        conform(self)
-        for name, check in (("rho", check_rho), ("p", check_p)):
-            try:
-                check(getattr(self, name))
-            except ValueError as error:
-                raise SpecError(f"optim.{name}: {error}") from None
-        one_ascent, ascent = self.ascent_steps == 1, self.direction == "gradient"
-        cheap = self.part < 1 or self.every > 1 or self.weight not in (None, 1)
-        alone = ascent and not cheap and self.m is None and one_ascent
-        plain = self.m is None and not self.sync_perturbation and self.adaptive is None
-        plain = plain and not cheap and self.ascent_part == 1 and self.direction != "momentum"
-        exact = plain and one_ascent and self.p in (2, math.inf)
-        finite = self.weight is None or (self.weight >= 0 and math.isfinite(self.weight))
-        require(
-            self,
-            ("lr", 0 < self.lr <= 1e30, "positive and at most 1e30"),
-            ("momentum", 0 <= self.momentum < 1, "in [0, 1)"),
-            ("nesterov", self.name != "sgd" or not self.nesterov or self.momentum > 0, "false where momentum is 0"),
-            ("weight_decay", 0 <= self.weight_decay <= 1e6, "at least 0 and at most 1e6"),
-            ("warmup_epochs", self.warmup_epochs >= 0, "at least 0"),
-            ("label_smoothing", 0 <= self.label_smoothing < 1, "in [0, 1)"),
-            ("clip_norm", self.clip_norm is None or self.clip_norm > 0, "positive, or None"),
-            ("rho", self.rho <= 1e30, "at most 1e30"),
-            ("adaptive", self.adaptive is None or 0 <= self.adaptive <= 1e6, "at least 0 and at most 1e6, or None"),
-            ("ascent_steps", self.ascent_steps >= 1, "at least 1"),
-            ("ascent_steps", one_ascent or self.p in (1, 2, math.inf), "1 where p is not 1, 2 or inf"),
-            ("ascent_steps", one_ascent or ascent, "1 where direction is random or momentum"),
-            ("part", 0 < self.part <= 1, "in (0, 1]"),
-            ("ascent_part", 0 < self.ascent_part <= 1, "in (0, 1]"),
-            ("every", self.every >= 1, "at least 1"),
-            ("weight", finite, "finite and not negative, or None for full strength"),
-            (
-                "direction",
-                self.direction != "momentum" or not (cheap or self.ascent_part < 1),
-                "left alone where direction is momentum, whose step is one pass",
-            ),
-            ("ascent_part", self.ascent_part == 1 or alone, "1 with part, every, weight, m or another ascent"),
-            ("m", self.m is None or self.m >= 1, "at least 1, or None"),
-            ("m", self.m is None or not self.sync_perturbation, "None where sync_perturbation is true"),
-            *((name, self.rho > 0 or getattr(self, name) == default, NO_SAM) for name, default in SAM_ONLY.items()),
-            (
-                "second_order",
-                not self.second_order or exact,
-                "false with m, sync_perturbation, adaptive, part, every, weight, momentum, several ascent steps, or p "
-                "other than 2 and inf",
-            ),
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

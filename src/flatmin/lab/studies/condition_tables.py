@@ -98,7 +98,7 @@ def _cell(entry: MethodResult, metric: str, accuracy: bool) -> Cell:
     values = {seed: 100 - value if accuracy else value for seed, value in sorted(entry.values(metric).items())}
     return entry.replicas.cell_of(
         values,
-        claimed=None if claimed is None else claimed.printed(),
+        claimed=None if claimed is None else claimed.printed,
         note=entry.incomplete_reason if values else None,
     )
 

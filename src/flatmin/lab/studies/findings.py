@@ -93,8 +93,6 @@ class LineFigure:
     series: Sequence[Series]
     log_x: bool = False
     log_y: bool = False
-    categories: Sequence[str] | None = None
-    """Where x counts categories, from 0: their names."""
     note: str = ""
     runs: Sequence[str] = ()
     """The runs it comes from, by the names of their directories."""
@@ -179,7 +177,7 @@ def own_settings(experiments: Sequence[Experiment], *more: tuple[str, object]) -
         experiments: what is trained.
         more: further settings; they replace those of the same name.
     """
-    found: dict[str, dict[object, None]] = {}
+    seen: dict[str, dict[object, None]] = {}
     for e in experiments:
         size = f"{e.data.train_size:,}" if e.data.train_size is not None else "all"
         for name, value in (
@@ -193,6 +191,6 @@ def own_settings(experiments: Sequence[Experiment], *more: tuple[str, object]) -
             ("weight decay", e.optim.weight_decay),
             ("epochs", e.epochs),
         ):
-            found.setdefault(name, {})[value] = None
-    values: dict[str, object] = {name: next(iter(v)) if len(v) == 1 else tuple(v) for name, v in found.items()}
+            seen.setdefault(name, {})[value] = None
+    values: dict[str, object] = {name: next(iter(v)) if len(v) == 1 else tuple(v) for name, v in seen.items()}
     return [Hyperparameter(name=name, value=value, source="ours") for name, value in (values | dict(more)).items()]

@@ -6,22 +6,22 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 _PRINTED = re.compile(
-    r"(?P<qualifier>approximately|up to|about)?\s*(?P<mean>\d+(?:\.\d+)?)"
+    r"(?:approximately|up to|about)?\s*(?P<mean>\d+(?:\.\d+)?)"
     r"(?:\s*±\s*(?P<below><)?(?P<spread>\d+(?:\.\d+)?))?"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claimed:
-    """A published number, which prints as it was printed.
+    """A published number.
 
     Example:
         >>> Claimed.read("5.80 ± 0.1")
-        Claimed(mean=5.8, ci=0.1, ci_below=False, std=None, qualifier='', digits=2, spread_digits=1)
-        >>> Claimed.read("2.1 ± <0.1").printed()
-        '2.1 ± <0.1'
+        Claimed(printed='5.80 ± 0.1', mean=5.8, ci=0.1, ci_below=False, std=None)
     """
 
+    printed: str
+    """As the publication prints it."""
     mean: float
     """The number itself."""
     ci: float | None = None
@@ -30,12 +30,6 @@ class Claimed:
     """Whether the interval is only said to be narrower: "± <0.1"."""
     std: float | None = None
     """The standard deviation over runs, where that is what follows the "±"."""
-    qualifier: str = ""
-    """For example "approximately", "up to"."""
-    digits: int = 1
-    """Decimal places of the mean, as printed."""
-    spread_digits: int = 1
-    """Decimal places of what follows the "±"."""
 
     @classmethod
     def read(cls, text: str, spread: Literal["ci", "std"] = "ci") -> "Claimed":
@@ -53,22 +47,12 @@ class Claimed:
             raise ValueError(f"This is not a number as papers print them: {text!r}; one looks like '2.7 ± 0.1'.")
         width = None if match["spread"] is None else float(match["spread"])
         return cls(
+            printed=text.strip(),
             mean=float(match["mean"]),
             ci=width if spread == "ci" else None,
             ci_below=match["below"] is not None,
             std=width if spread == "std" else None,
-            qualifier=match["qualifier"] or "",
-            digits=_decimal_places(match["mean"]),
-            spread_digits=_decimal_places(match["spread"] or "0.0"),
         )
-
-    def printed(self) -> str:
-        """Return the number as the publication prints it, for example "2.7 ± 0.1"."""
-        text = f"{self.qualifier} {self.mean:.{self.digits}f}".lstrip()
-        width = self.ci if self.std is None else self.std
-        if width is None:
-            return text
-        return f"{text} ± {'<' if self.ci_below else ''}{width:.{self.spread_digits}f}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +128,3 @@ def read_cells(text: str, columns: Iterable[tuple[Any, ...]], spread: Literal["c
 
 def _label(text: str) -> str | float:
     return int(text) if text.isdigit() else float(text) if re.fullmatch(r"\d+\.\d+", text) else text
-
-
-def _decimal_places(number: str) -> int:
-    return len(number.partition(".")[2])

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 
-from flatmin.lab.errors import SpecError, StorageError
-from flatmin.lab.runs.json_files import write_json
+from flatmin.lab.errors import SpecError
+from flatmin.lab.runs.json_files import storing, write_json
 from flatmin.lab.sweeps.jobs import Measurement, MeasurementResult
 from flatmin.lab.training.trained_model import TrainedModel, load_trained
 from flatmin.measures import (
@@ -35,17 +35,17 @@ def measure_sharpness(
 ) -> MeasurementResult:
     """Measure m-sharpness on training examples (Section 4.1)."""
     data = trained.training_batches(num_examples)
-    found = m_sharpness(trained.network, F.cross_entropy, data, rho=rho, m=m, steps=steps)
+    result = m_sharpness(trained.network, F.cross_entropy, data, rho=rho, m=m, steps=steps)
     facts = {
-        "m_sharpness": found.mean,
-        "standard_error": found.standard_error,
-        "loss": found.value,
-        "rho": found.rho,
-        "m": found.m,
+        "m_sharpness": result.mean,
+        "standard_error": result.standard_error,
+        "loss": result.value,
+        "rho": result.rho,
+        "m": result.m,
         "steps": steps,
-        "num_examples": int(found.sizes.sum()),
+        "num_examples": int(result.sizes.sum()),
     }
-    return _written(target, _weights(trained) | facts, found.plot)
+    return _written(target, _weights(trained) | facts, result.plot)
 
 
 def measure_spectrum(
@@ -74,7 +74,7 @@ def measure_landscape(
 ) -> MeasurementResult:
     """Measure the loss on a plane through the weights (Figure 1); a killed grid resumes."""
     data = trained.training_batches(num_examples)
-    found = loss_landscape(
+    result = loss_landscape(
         trained.network,
         F.cross_entropy,
         data,
@@ -82,20 +82,20 @@ def measure_landscape(
         points=points,
         cache=target.with_suffix(".cache"),
     )
-    found.save_html(target.with_suffix(".html"))
-    center = float(found.loss[points // 2, points // 2])
+    result.save_html(target.with_suffix(".html"))
+    center = float(result.loss[points // 2, points // 2])
     facts = {
         "loss_at_centre": center,
-        "highest_loss": float(found.loss.max()),
-        "mean_rise": float((found.loss - center).sum() / (points**2 - 1)),
+        "highest_loss": float(result.loss.max()),
+        "mean_rise": float((result.loss - center).sum() / (points**2 - 1)),
         "span": span,
         "points": points,
         "num_examples": sum(len(labels) for _, labels in data),
-        "coordinates": found.coordinates.tolist(),
-        "loss": found.loss.tolist(),
-        "accuracy": found.accuracy.tolist(),
+        "coordinates": result.coordinates.tolist(),
+        "loss": result.loss.tolist(),
+        "accuracy": result.accuracy.tolist(),
     }
-    return _written(target, _weights(trained) | facts, found.plot)
+    return _written(target, _weights(trained) | facts, result.plot)
 
 
 def measure_bound(
@@ -103,23 +103,23 @@ def measure_bound(
 ) -> MeasurementResult:
     """Estimate the PAC-Bayes bound on the 0-1 error, term by term (Appendix A)."""
     data = trained.training_batches(num_examples)
-    found = pac_bayes_bound(trained.network, F.cross_entropy, data, rho=rho, delta=delta, metric="error")
+    result = pac_bayes_bound(trained.network, F.cross_entropy, data, rho=rho, delta=delta, metric="error")
     facts = {
-        "total": found.total,
-        "vacuous": bool(found.vacuous),
-        "error": found.loss,
-        "sharp_error": found.sharp_loss,
-        "complexity": found.complexity,
-        "weight_term": found.weight_term,
-        "confidence_term": found.confidence_term,
-        "union_term": found.union_term,
-        "weight_norm": found.weight_norm,
-        "num_weights": found.num_weights,
-        "num_examples": found.num_examples,
+        "total": result.total,
+        "vacuous": bool(result.vacuous),
+        "error": result.loss,
+        "sharp_error": result.sharp_loss,
+        "complexity": result.complexity,
+        "weight_term": result.weight_term,
+        "confidence_term": result.confidence_term,
+        "union_term": result.union_term,
+        "weight_norm": result.weight_norm,
+        "num_weights": result.num_weights,
+        "num_examples": result.num_examples,
         "rho": rho,
         "delta": delta,
     }
-    return _written(target, _weights(trained) | facts, found.plot)
+    return _written(target, _weights(trained) | facts, result.plot)
 
 
 def measure_noise(
@@ -207,11 +207,9 @@ def _weights(trained: TrainedModel) -> MeasurementResult:
 
 
 def _written(target: Path, facts: MeasurementResult, plot: Callable[[], "Figure"] | None = None) -> MeasurementResult:
-    try:
+    with storing(target.parent, "Free some disk space, and measure again."):
         target.parent.mkdir(parents=True, exist_ok=True)
         if plot is not None:
             plot().savefig(target.with_suffix(".svg"))
-    except OSError as error:
-        raise StorageError(f"{target.parent} cannot be written to: {error}.") from error
     write_json(target.with_suffix(".json"), facts)  # last: if it exists, so do the plots
     return facts

@@ -5,43 +5,21 @@ and threads, however often the run was killed. To that end everything random is 
 worker), and a checkpoint between any two steps holds all the rest.
 """
 
-import signal
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
 
-from flatmin.lab.data.datasets import Dataset, load_dataset
-from flatmin.lab.data.pipeline import epoch_batches
-from flatmin.lab.data.randomness import Purpose, torch_seed
-from flatmin.lab.errors import DivergedError, InterruptedRun, RunError, SpecError
-from flatmin.lab.models.build import build_model, freeze_batch_norm
-from flatmin.lab.runs.checkpoint import (
-    latest_checkpoint,
-    prepare_directory,
-    read_state,
-    save_checkpoint,
-    save_epoch_weights,
-)
-from flatmin.lab.runs.directory import Metrics, Result, RunDirectory, is_finished
-from flatmin.lab.runs.inputs import check_inputs, image_fingerprint, weights_fingerprint
-from flatmin.lab.runs.tensorboard import tensorboard, write_events
+from flatmin.lab.errors import SpecError
+from flatmin.lab.runs.directory import Result, RunDirectory, is_finished
 from flatmin.lab.spec.experiment import Experiment
-from flatmin.lab.spec.fields import finite
 from flatmin.lab.training.distributed import Workers, join_workers
-from flatmin.lab.training.divergence import fixes
-from flatmin.lab.training.evaluation import evaluate, what_is_evaluated
 from flatmin.lab.training.precision import deterministic_algorithms
-from flatmin.lab.training.relabel import predicted_labels, relabeled
-from flatmin.lab.training.schedule import learning_rate
-from flatmin.lab.training.session import Callback, Clock, Interruption, RunProgress, deferred_signals
-from flatmin.lab.training.steps import StepMetrics, Stepper
-from flatmin.lab.training.trained_model import check_inputs_of_finished, load_trained, model_pipeline, with_weights_file
+from flatmin.lab.training.run import Run
+from flatmin.lab.training.session import Callback, deferred_signals
+from flatmin.lab.training.trained_model import check_inputs_of_finished
 
 CHECKPOINT_SECONDS = 60.0
-GPU_ATTENTION_STEPS = 20  # reading the loss, or asking the other workers, synchronizes with the device
 
 
 def train(
@@ -107,255 +85,9 @@ def _train(
             return finished
         stack.enter_context(torch.random.fork_rng([workers.device] if workers.device.type == "cuda" else []))
         interruption = stack.enter_context(deferred_signals())
-        run = _Run(experiment, seed, directory, workers, data_root)
+        run = Run(experiment, seed, directory, workers, data_root)
         run.resume()
         return run.run_epochs(callback if workers.is_main else None, interruption, checkpoint_seconds)
-
-
-class _Run:
-    """A run in progress."""
-
-    def __init__(
-        self, experiment: Experiment, seed: int, directory: RunDirectory, workers: Workers, data_root: Path | None
-    ) -> None:
-        self.experiment, self.directory, self.workers = experiment, directory, workers
-        self.dataset = loaded = workers.on_each(lambda: load_dataset(experiment.data, data_root=data_root))
-        if experiment.data.bootstrap:
-            first_stage = directory.path.with_name(experiment.first_stage().run_name(seed))
-            labels = workers.on_main(
-                lambda: predicted_labels(
-                    directory.path, loaded, lambda: load_trained(first_stage, data_root=data_root).predicted_labels()
-                )
-            )
-            self.dataset = relabeled(loaded, labels)
-            seed = torch_seed(seed, Purpose.SECOND_STAGE)  # from scratch: another start, another order
-        self.seed = seed
-        torch.manual_seed(torch_seed(seed, Purpose.NETWORK_INIT))
-        info = self.dataset.info
-        network = workers.on_each(self._build_network)
-        self.inputs = workers.on_main(lambda: self._check_inputs(loaded))
-        self.network: nn.Module = network.to(workers.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.stepper = Stepper(experiment, self.network, seed, workers)
-        self.pipeline = model_pipeline(network, experiment, info, seed, workers)
-        self.steps_per_epoch = len(epoch_batches(len(self.dataset.train.labels), experiment.data, seed, 0))
-        self.num_steps = experiment.epochs * self.steps_per_epoch
-        workers.on_main(self._check_batch_size)
-        self.names = what_is_evaluated(info.num_classes)
-        self.progress = RunProgress(sums=torch.zeros(5, dtype=torch.float64, device=workers.device))
-        self.bad_step = torch.tensor(-1, device=workers.device)
-        self.attention_steps = GPU_ATTENTION_STEPS if workers.device.type == "cuda" else 1
-
-    def _build_network(self) -> nn.Module:
-        """Build the model; only the main process needs a checkpoint's file, as DDP shares its weights."""
-        model, info = self.experiment.model.without_checkpoint(), self.dataset.info
-        if self.workers.is_main:
-            model = with_weights_file(self.experiment.model, self.directory.path.parent)
-        self.weights_file = model.checkpoint
-        return build_model(model, num_classes=info.num_classes, in_channels=info.channels)
-
-    def _check_inputs(self, dataset: Dataset) -> dict[str, str]:
-        """Compare the files from outside with those of earlier sessions, and return their fingerprints."""
-        inputs = image_fingerprint(dataset) | weights_fingerprint(self.weights_file)
-        check_inputs(self.directory.path, inputs)
-        return inputs
-
-    def _check_batch_size(self) -> None:
-        smallest = len(self.dataset.train.labels) // self.steps_per_epoch
-        if smallest < self.workers.count:
-            raise RunError(
-                f"A batch of {smallest} examples cannot be divided among {self.workers.count} workers: each needs at "
-                "least one. Use a larger data.batch_size (or more data), or fewer workers."
-            )
-
-    def resume(self) -> None:
-        """Load the latest usable checkpoint, or save the start, which shows that checkpoints can be written."""
-        content = self.workers.on_main(self._latest_checkpoint)
-        if content is not None:
-            state = read_state(content, self.workers.device)
-            self.network.load_state_dict(state["model"])
-            self.stepper.optimizer.load_state_dict(state["optimizer"])
-            self.progress = RunProgress.from_state(state, self.workers)
-        self.workers.on_main(self._write_start)
-        if content is None and self.experiment.epochs:  # without training, the evaluation saves the one checkpoint
-            self.save()
-            self._keep_weights()
-
-    def _latest_checkpoint(self) -> bytes | None:
-        copies = {"sgd": 2, "adamw": 3}[self.experiment.optim.name]  # the weights and the optimizer's averages
-        num_bytes = copies * sum(int(t.nbytes) for t in self.network.state_dict().values())
-        prepare_directory(self.directory.checkpoints, num_bytes)
-        return latest_checkpoint(self.directory.checkpoints, self._check_state)
-
-    def _write_start(self) -> None:
-        self.directory.add_environment(
-            {"num_workers": self.workers.count, "precision": self.stepper.precision, "inputs": self.inputs}
-        )
-        self.directory.write_history(self.progress.history)
-        data = self.experiment.data
-        if data.label_noise:
-            self.directory.write_noise(data.label_noise, data.seed, self.dataset.flipped.tolist())
-
-    def run_epochs(self, callback: Callback | None, interruption: Interruption, checkpoint_seconds: float) -> Result:
-        """Train the remaining epochs."""
-        progress, clock = self.progress, Clock(checkpoint_seconds)
-        if callback is not None:
-            callback.on_start(self.directory.path, self.num_steps, progress.step)
-        with tensorboard(self.directory.path, progress.epoch) if self.workers.is_main else nullcontext() as events:
-            if self.experiment.epochs == 0:
-                self._evaluate_checkpoint(events)
-            while not self._finished():
-                self.network.train()
-                if self.experiment.model.freeze_batch_norm:
-                    freeze_batch_norm(self.network)
-                clock.start()
-                for batch in self.pipeline.training(self.dataset.train, progress.epoch, start=progress.batch):
-                    lr = learning_rate(self.experiment.optim, progress.step, self.num_steps, self.steps_per_epoch)
-                    measured = self.stepper.step(batch, progress.step, lr)
-                    self._count(measured, len(batch.examples))
-                    progress.step, progress.batch = progress.step + 1, batch.number + 1
-                    num_examples = round(len(batch.examples) * self.workers.count / batch.share)
-                    clock.num_examples += num_examples
-                    if callback is not None:
-                        callback.on_step(progress.step, num_examples, measured)
-                    if progress.batch < self.steps_per_epoch and progress.step % self.attention_steps == 0:
-                        self._pause(clock, interruption)
-                self._stop_if_diverged()
-                progress.time_seconds += clock.stop()
-                self._complete_epoch(events, callback, clock.examples_per_second, lr)
-                self._pause(clock, interruption)
-        return self.workers.on_main(lambda: self.directory.finish(progress.history, progress.time_seconds))
-
-    def _count(self, measured: StepMetrics, num_examples: int) -> None:
-        """Add a step to the epoch's sums and remember the first step whose loss is not finite, on the device."""
-        at_w, perturbed = measured.at_w, measured.perturbed
-        means = torch.stack([at_w.loss, at_w.error, perturbed.loss, perturbed.error]).double()
-        self.progress.sums += num_examples * torch.cat([means.new_ones(1), means])
-        diverges_now = ~means.isfinite().all() & (self.bad_step < 0)
-        self.bad_step = torch.where(diverges_now, self.progress.step, self.bad_step)
-
-    def _complete_epoch(self, events: Any, callback: Callback | None, examples_per_second: float, lr: float) -> None:
-        """Evaluate, write the epoch's line, and start the next epoch."""
-        progress, sam = self.progress, self.experiment.optim.rho > 0
-        num, loss, error, perturbed_loss, perturbed_error = self.workers.sum(progress.sums).tolist()
-        metrics: Metrics = {
-            "epoch": progress.epoch + 1,
-            "step": progress.step,
-            "lr": lr,
-            "train_loss": loss / num,
-            "train_error": error / num,
-            "perturbed_loss": perturbed_loss / num if sam else None,
-            "perturbed_error": perturbed_error / num if sam else None,
-            "sharpness": (perturbed_loss - loss) / num if sam else None,
-        }
-        progress.history.append(metrics)
-        progress.epoch, progress.batch, progress.sums = progress.epoch + 1, 0, torch.zeros_like(progress.sums)
-        evaluates = self._finished() or progress.epoch % self.experiment.evaluate_every == 0
-        metrics |= self._evaluated(evaluates)
-        self._keep_weights()
-        speed: Metrics = {"epoch": progress.epoch, "images_per_second": examples_per_second}
-        self.workers.on_main(lambda: self._write_epoch(metrics, speed, events))
-        if callback is not None:
-            callback.on_epoch(metrics, speed)
-
-    def _evaluate_checkpoint(self, events: Any) -> None:
-        """Write the one line of a run without training."""
-        metrics: Metrics = {"epoch": 0, "step": 0, "train_loss": None, **self._evaluated()}
-        self.progress.history = [metrics]
-        self.workers.on_main(lambda: self._write_epoch(metrics, {"epoch": 0, "images_per_second": None}, events))
-        self.save()
-
-    def _write_epoch(self, metrics: Metrics, speed: Metrics, events: Any) -> None:
-        self.directory.add_metrics(metrics)
-        self.directory.add_speed(speed)
-        write_events(events, metrics | speed)
-
-    def _finished(self) -> bool:
-        """Return whether all epochs are done, or the training loss is as low as `stop_loss`."""
-        progress, stop_loss = self.progress, self.experiment.stop_loss
-        loss = progress.history[-1]["train_loss"] if progress.history else None
-        fitted = stop_loss is not None and loss is not None and loss <= stop_loss
-        return fitted or progress.epoch == self.experiment.epochs
-
-    def _evaluated(self, evaluates: bool = True) -> Metrics:
-        """Return loss and errors on the validation and test sets; None for each if it does not evaluate now."""
-        metrics: Metrics = {}
-        for name, images in (("valid", self.dataset.valid), ("test", self.dataset.test)):
-            values: dict[str, Any] = dict.fromkeys(self.names)
-            if images is not None and evaluates:
-                batches = self.pipeline.evaluation(images)
-                values = evaluate(self.network, batches, self.names, self.stepper.precision, self.workers)
-            if images is not None:
-                metrics |= {f"{name}_{key}": value for key, value in finite(values).items()}
-        return metrics
-
-    def _keep_weights(self) -> None:
-        """Save the weights after an epoch if `keep_every` asks for them."""
-        every, epoch = self.experiment.keep_every, self.progress.epoch
-        if every is not None and epoch % every == 0:
-            state = {"model": self.network.state_dict()}
-            self.workers.on_main(lambda: save_epoch_weights(self.directory.weights, epoch, state))
-
-    def _pause(self, clock: Clock, interruption: Interruption) -> None:
-        """Between two steps: stop if the loss diverged, save if it is time to, stop if a signal arrived."""
-        self._stop_if_diverged()
-        finished = self._finished()
-        due = finished or (self.workers.is_main and clock.checkpoint_is_due())
-        stop, save = self._largest(0 if finished else interruption.signal_number, int(due))
-        if stop or save:
-            self.progress.time_seconds += clock.stop()
-            self.save()
-            clock.saved()
-        if stop:
-            raise InterruptedRun(
-                stop,
-                f"Stopped by {signal.Signals(stop).name} after step {self.progress.step} of {self.num_steps}. "
-                f"Everything is saved in {self.directory.path}: rerun the command to resume.",
-            )
-
-    def _stop_if_diverged(self) -> None:
-        (bad_step,) = self._largest(int(self.bad_step))
-        if bad_step < 0:
-            return
-        epoch, number = divmod(bad_step, self.steps_per_epoch)
-        examples = epoch_batches(len(self.dataset.train.labels), self.experiment.data, self.seed, epoch)[number]
-        raise DivergedError(
-            f"The loss diverged (NaN or inf) at step {bad_step} (epoch {epoch + 1}, batch {number}, examples "
-            f"{', '.join(map(str, examples[:8]))}, ...). The last good checkpoint is kept in "
-            f"{self.directory.checkpoints}. Try {', '.join(fixes(self.experiment.optim, self.stepper.precision))}."
-        )
-
-    def _largest(self, *numbers: int) -> list[int]:
-        """Return the largest of each number over all workers."""
-        gathered = self.workers.gather(torch.tensor(numbers, device=self.workers.device))
-        return [int(n) for n in torch.stack(gathered).amax(0)]
-
-    def save(self) -> None:
-        """Write a checkpoint; every worker takes part."""
-        sums = torch.stack(self.workers.gather(self.progress.sums)).cpu()
-        state = {
-            "model": self.network.state_dict(),
-            "optimizer": self.stepper.optimizer.state_dict(),
-            **self.progress.to_state(sums),
-        }
-        self.workers.on_main(lambda: save_checkpoint(self.directory.checkpoints, self.progress.step, state))
-
-    def _check_state(self, state: dict[str, Any]) -> None:
-        """Raise a ValueError if a state is not one that this run can resume from."""
-        try:
-            progress = RunProgress.from_state(state, self.workers)
-            shapes = {name: tensor.shape for name, tensor in state["model"].items()}
-            sizes = [len(group["params"]) for group in state["optimizer"]["param_groups"]]
-            expected = divmod(progress.step, self.steps_per_epoch)
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
-            raise ValueError(f"it does not hold the state of a run: {type(error).__name__} {error}") from error
-        if (progress.epoch, progress.batch) != expected or len(progress.history) != progress.epoch:
-            raise ValueError("its step, epoch and history do not fit together")
-        if progress.step > self.num_steps:
-            raise ValueError(f"it is of step {progress.step}, and the run has only {self.num_steps} steps")
-        if shapes != {name: tensor.shape for name, tensor in self.network.state_dict().items()}:
-            raise ValueError("its weights are those of another model")
-        if sizes != [len(group["params"]) for group in self.stepper.optimizer.param_groups]:
-            raise ValueError("its optimizer is that of another model")
 
 
 def _open(directory: RunDirectory, num_workers: int, data_root: Path | None) -> Result | None:

@@ -33,9 +33,9 @@ def evaluate(
     for batch in batches:
         with autocast(precision, workers.device):
             logits = network(batch.inputs)
-        found = [torch.ones(()), *loss_and_error(logits, batch)]
+        means = [torch.ones(()), *loss_and_error(logits, batch)]
         if "top5_error" in names:
-            found.append(1 - (logits.topk(5).indices == batch.labels[:, None]).any(1).float().mean())
-        sums += len(batch.examples) * torch.stack([value.to(sums) for value in found])
+            means.append(1 - (logits.topk(5).indices == batch.labels[:, None]).any(1).float().mean())
+        sums += len(batch.examples) * torch.stack([value.to(sums) for value in means])
     num, *totals = workers.sum(sums).tolist()
     return {name: total / num for name, total in zip(names, totals, strict=True)}

@@ -115,17 +115,17 @@ class Stepper:
     def _plain_step(self, batch: Batch) -> StepMetrics:
         parts = self._micro_batches(batch)
         means = MicroBatchStatistics(self.network, self.statistics, len(parts))
-        found = []
+        metrics = []
         self.optimizer.zero_grad()
         for number, part in enumerate(parts):
             means.restart()
             last = number == len(parts) - 1
             with nullcontext() if last or self.workers.count == 1 else self.forward.no_sync():
-                found.append(self._pass(part, part.share, add=True))
+                metrics.append(self._pass(part, part.share, add=True))
             means.add()
         means.finish()
         self.optimizer.step()
-        measured = _mean(found, [float(len(part.examples)) for part in parts])
+        measured = _mean(metrics, [float(len(part.examples)) for part in parts])
         return StepMetrics(measured, measured)
 
     def _micro_batches(self, batch: Batch) -> list[Batch]:
@@ -189,7 +189,7 @@ class Stepper:
             return (loss + self._decay(list(parameters.values()))) * batch.share
 
         with true_gradient(self.network):
-            found = sam_gradient(
+            gradient = sam_gradient(
                 loss_fn,
                 dict(self.network.named_parameters()),
                 rho=self.optim.rho,
@@ -199,9 +199,9 @@ class Stepper:
                 second_order=True,
                 generator=self.generator,
             )
-        self.workers.average_([found.grads[name] for name in names])
+        self.workers.average_([gradient.grads[name] for name in names])
         for name, parameter in self.network.named_parameters():
-            parameter.grad = found.grads[name]
+            parameter.grad = gradient.grads[name]
         self.optimizer.step()
         return StepMetrics(calls[0], calls[-1])
 

@@ -139,7 +139,7 @@ def _table(
         return max((r for r in ratios if r is not None and math.isfinite(r)), default=None)
 
     def row(name: str, values: Sequence[BySeed], compared: Comparison | str, claimed: str = "") -> Row:
-        said = [CLAIMS[claimed, m.lower()].printed() if claimed else None for m in models]
+        said = [CLAIMS[claimed, m.lower()].printed if claimed else None for m in models]
         triples = zip(models.values(), values, said, strict=True)
         return [name, *(m.cell_of(v, unit="", claimed=text) for m, v, text in triples), compared]
 

@@ -100,7 +100,7 @@ def _table(replicas: ByDatasetAndSteps, datasets: Sequence[str], num_runs: int) 
             for metric, read in (("test_error", "test_error"), ("sharpness", _sharpness)):
                 values = list(replicas[dataset, steps].by_seed(read).values())
                 note = f"standard deviation {np.std(values, ddof=1):.2g}" if len(values) > 1 else None
-                claimed = CLAIMS[steps, claimed_of, metric].printed()
+                claimed = CLAIMS[steps, claimed_of, metric].printed
                 row.append(replicas[dataset, steps].cell(read, claimed=claimed, note=note))
         rows.append(row)
     columns = [f"{dataset}, {what}" for dataset in datasets for what in ("test error", "estimated sharpness")]

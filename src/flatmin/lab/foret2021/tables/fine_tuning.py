@@ -139,7 +139,7 @@ def _previous_best() -> Table:
     for dataset in FINETUNING_DATASETS:
         bests = [PREVIOUS_BEST[dataset, model] for model in settings.FINETUNING]
         notes = [f"{best.method}, {PREVIOUS_METHODS[best.method]}" for best in bests]
-        cells = (Cell(claimed=b.error.printed(), note=note) for b, note in zip(bests, notes, strict=True))
+        cells = (Cell(claimed=b.error.printed, note=note) for b, note in zip(bests, notes, strict=True))
         rows.append([dataset, *cells])
     return Table(
         title="The best before, as the paper cites it: top-1 error",

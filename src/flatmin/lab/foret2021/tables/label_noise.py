@@ -109,7 +109,7 @@ def _cell(run: Replicas, rho: float, percent: int, scale: Scale) -> Cell:
     claimed, (outcome,) = NOISE_VALIDATION.cells.get((rho, percent)), run.outcomes
     return run.cell(
         "valid_error",
-        claimed=claimed.printed() if claimed is not None and scale != "smoke" else None,
+        claimed=claimed.printed if claimed is not None and scale != "smoke" else None,
         note=None if outcome.failure is None else "diverged" if outcome.final else "failed",
     )
 
@@ -193,7 +193,7 @@ def _bootstrapped(base: Experiment) -> list[Experiment]:
 def _literature(scale: Scale) -> dict[str, dict[str, Cell]]:
     return {
         method: {
-            _column(percent, scale): Cell(claimed=LABEL_NOISE[method, percent].printed(), note="cited")
+            _column(percent, scale): Cell(claimed=LABEL_NOISE[method, percent].printed, note="cited")
             for percent in PERCENTS[scale]
             if (method, percent) in LABEL_NOISE.cells
         }
