@@ -250,7 +250,7 @@ def landscape_findings(runs):
         about_scale="One network each; the paper has ResNet-56 without skip connections on CIFAR-10.",
         figures=[
             SurfaceFigure(title="Training loss around the weights", height_label="loss", surfaces=surfaces, runs=runs),
-            SurfaceFigure(title="On a logarithmic scale", height_label="loss", surfaces=surfaces, log_height=True),
+            SurfaceFigure(title="Once more, without runs", height_label="loss", surfaces=surfaces),
         ],
         verdicts=[Verdict(claim="SAM's minimum is wider.", status="reproduced", evidence="See the figure.")],
         runs=runs,

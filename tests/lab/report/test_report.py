@@ -441,7 +441,6 @@ def test_numbers_that_are_not_finite_leave_gaps_in_figures():
     surface = SurfaceFigure(
         title="t",
         height_label="h",
-        log_height=True,
         surfaces=[Surface(name="s", coordinates=[-1.0, 1.0], height=[[1.0, math.nan], [0.0, 100.0]])],
     )
     for figure in (line, surface):
@@ -467,7 +466,7 @@ def test_error_bars_are_half_the_width_of_the_interval_and_one_replica_has_none(
 def test_the_first_direction_of_a_surface_runs_to_the_right_on_paper():
     """A height that does not change along the second direction has contours that run from below to above."""
     axis = [-1.0, 0.0, 1.0]
-    surface = Surface(name="s", coordinates=axis, height=[[a] * 3 for a in axis])
+    surface = Surface(name="s", coordinates=axis, height=[[2.0 + a] * 3 for a in axis])
     drawn = draw(SurfaceFigure(title="t", height_label="h", surfaces=[surface]))
     bands = [path.get_extents() for path in drawn.axes[0].collections[0].get_paths() if len(path.vertices)]
     assert bands

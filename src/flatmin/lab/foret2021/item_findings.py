@@ -5,8 +5,14 @@ from dataclasses import replace
 from typing import Any
 
 from flatmin.lab.foret2021.claims.figures import CLAIMS, said_in_text
-from flatmin.lab.foret2021.figure_settings import NUM_CURVATURE_REPLICAS
-from flatmin.lab.foret2021.scales import CUTS, PAPER_SUMMARY, SMOKE_SUMMARY, laptop_summary, replica_seeds
+from flatmin.lab.foret2021.scales import (
+    CUTS,
+    NUM_CURVATURE_REPLICAS,
+    PAPER_SUMMARY,
+    SMOKE_SUMMARY,
+    laptop_summary,
+    replica_seeds,
+)
 from flatmin.lab.foret2021.sources import HYPERPARAMETERS
 from flatmin.lab.spec.experiment import Experiment
 from flatmin.lab.studies.condition_tables import condition_tables

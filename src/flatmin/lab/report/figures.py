@@ -131,12 +131,11 @@ def _draw_lines(figure: LineFigure) -> "Figure":
 
 def _draw_surfaces(figure: SurfaceFigure) -> "Figure":
     # Contours: heights can be read off them, and compared, better than off a surface in perspective.
-    from matplotlib.colors import LogNorm, Normalize
+    from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
 
     low, high = _height_range(figure)
-    levels = np.geomspace(low, high, NUM_LEVELS) if figure.log_height else np.linspace(low, high, NUM_LEVELS)
-    norm = LogNorm(low, high) if figure.log_height else Normalize(low, high)
+    levels, norm = np.geomspace(low, high, NUM_LEVELS), LogNorm(low, high)
     num = len(figure.surfaces)
     drawn = Figure(figsize=(2.9 * num + 0.9, 3.2), layout="constrained")
     image: Any = None
@@ -157,13 +156,11 @@ def _draw_surfaces(figure: SurfaceFigure) -> "Figure":
 
 def _height_range(figure: SurfaceFigure) -> tuple[float, float]:
     heights = np.concatenate([np.array(surface.height, dtype=float).ravel() for surface in figure.surfaces])
-    heights = heights[np.isfinite(heights) & ((heights > 0) | (not figure.log_height))]
+    heights = heights[np.isfinite(heights) & (heights > 0)]
     if not heights.size:
-        return (1.0, 10.0) if figure.log_height else (0.0, 1.0)
+        return 1.0, 10.0
     low, high = float(heights.min()), float(heights.max())
-    if high > low:
-        return low, high
-    return low, (10 * low if figure.log_height else low + 1.0)
+    return low, high if high > low else 10 * low
 
 
 def _draw_forest(figure: ForestFigure) -> "Figure":

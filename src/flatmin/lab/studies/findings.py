@@ -111,13 +111,11 @@ class Surface:
 
 @dataclass(frozen=True, kw_only=True)
 class SurfaceFigure:
-    """Landscapes side by side, on one scale."""
+    """Landscapes side by side, on one logarithmic scale."""
 
     title: str
     height_label: str
     surfaces: Sequence[Surface]
-    log_height: bool = False
-    """Heights and colors on a logarithmic scale."""
     note: str = ""
     runs: Sequence[str] = ()
     """The runs it comes from, by the names of their directories."""

@@ -57,7 +57,6 @@ def landscape_figures(methods: Iterable[Replicas], landscape: Measurement, title
         title=title,
         height_label="training loss",
         surfaces=surfaces,
-        log_height=True,
         note="The same random directions for all methods, scaled to the filters of each model.",
         runs=tuple(outcome.job.name for outcome in first.values()),
     )

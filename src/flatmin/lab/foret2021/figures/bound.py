@@ -9,9 +9,8 @@ import math
 from collections.abc import Mapping
 
 from flatmin.lab.foret2021.claims.figures import CLAIMS
-from flatmin.lab.foret2021.figure_settings import jobs_for, sam_rho, start
 from flatmin.lab.foret2021.item_findings import findings, hyperparameters
-from flatmin.lab.foret2021.scales import replica_seeds
+from flatmin.lab.foret2021.scales import jobs_for, replica_seeds, sam_rho, start
 from flatmin.lab.foret2021.settings import CIFAR, RHO_GRID
 from flatmin.lab.foret2021.sources import HYPERPARAMETERS
 from flatmin.lab.studies.contrasts import Family, mean

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from flatmin.lab.foret2021.claims.figures import HESSIAN as CLAIMS
-from flatmin.lab.foret2021.figure_settings import LAPTOP_EPOCHS, curvature_seeds, jobs_for, start, tuned_rho
 from flatmin.lab.foret2021.item_findings import findings, hyperparameters
+from flatmin.lab.foret2021.scales import LAPTOP_EPOCHS, curvature_seeds, jobs_for, start, tuned_rho
 from flatmin.lab.foret2021.settings import HESSIAN, HESSIAN_AT_EPOCHS
 from flatmin.lab.spec.experiment import Experiment, Model
 from flatmin.lab.studies.contrasts import BySeed, Contrast, Family, mean

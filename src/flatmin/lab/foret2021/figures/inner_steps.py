@@ -13,9 +13,8 @@ import numpy as np
 
 from flatmin.lab.foret2021.claims.appendix import ASCENT_STEPS as CLAIMS
 from flatmin.lab.foret2021.claims.figures import FIGURES
-from flatmin.lab.foret2021.figure_settings import jobs_for, sam_rho, start
 from flatmin.lab.foret2021.item_findings import findings, hyperparameters
-from flatmin.lab.foret2021.scales import replica_seeds
+from flatmin.lab.foret2021.scales import jobs_for, replica_seeds, sam_rho, start
 from flatmin.lab.foret2021.settings import ASCENT_NUM_RUNS, ASCENT_STEPS, ASCENT_STEPS_GRID
 from flatmin.lab.runs.directory import Metrics
 from flatmin.lab.spec.experiment import Experiment

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from flatmin.lab.foret2021.claims.figures import CLAIMS
-from flatmin.lab.foret2021.figure_settings import curvature_seeds, jobs_for, start, tuned_rho
 from flatmin.lab.foret2021.item_findings import findings, hyperparameters
+from flatmin.lab.foret2021.scales import curvature_seeds, jobs_for, start, tuned_rho
 from flatmin.lab.foret2021.settings import LANDSCAPES
 from flatmin.lab.spec.experiment import Model
 from flatmin.lab.studies.contrasts import Family

@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from flatmin.lab.foret2021.claims.figures import CLAIMS
-from flatmin.lab.foret2021.figure_settings import jobs_for, start
 from flatmin.lab.foret2021.item_findings import findings, hyperparameters
-from flatmin.lab.foret2021.scales import LAPTOP_RHOS, replica_seeds
+from flatmin.lab.foret2021.scales import LAPTOP_RHOS, jobs_for, replica_seeds, start
 from flatmin.lab.foret2021.settings import M_GRID, M_SHARPNESS, RHO_GRID, VALIDATION
 from flatmin.lab.spec.experiment import Experiment
 from flatmin.lab.studies.contrasts import Contrast, Family, mean

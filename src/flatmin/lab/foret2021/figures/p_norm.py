@@ -11,10 +11,9 @@ from dataclasses import replace
 
 from flatmin.lab.foret2021.claims.figures import CLAIMS
 from flatmin.lab.foret2021.cost import num_weights
-from flatmin.lab.foret2021.figure_settings import jobs_for, start
 from flatmin.lab.foret2021.figures.m_and_rho import HELD_OUT, Curve, baseline_row, contrast_of
 from flatmin.lab.foret2021.item_findings import findings, hyperparameters
-from flatmin.lab.foret2021.scales import LAPTOP_RHOS, replica_seeds
+from flatmin.lab.foret2021.scales import LAPTOP_RHOS, jobs_for, replica_seeds, start
 from flatmin.lab.foret2021.settings import NORMS, RHO_GRID, VALIDATION, rho_of_sup_norm
 from flatmin.lab.studies.contrasts import Family
 from flatmin.lab.studies.findings import Findings, Hyperparameter, LineFigure, Table

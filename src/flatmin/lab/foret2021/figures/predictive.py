@@ -14,8 +14,8 @@ import numpy as np
 from scipy.stats import rankdata
 
 from flatmin.lab.foret2021.claims.figures import CLAIMS
-from flatmin.lab.foret2021.figure_settings import start
 from flatmin.lab.foret2021.item_findings import about_scale, findings
+from flatmin.lab.foret2021.scales import start
 from flatmin.lab.foret2021.settings import DEFAULT_RHO, M_SHARPNESS
 from flatmin.lab.foret2021.sources import HYPERPARAMETERS
 from flatmin.lab.spec.experiment import Model, Optim

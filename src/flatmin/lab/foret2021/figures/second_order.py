@@ -10,9 +10,8 @@ from dataclasses import replace
 from operator import methodcaller
 
 from flatmin.lab.foret2021.claims.figures import CLAIMS
-from flatmin.lab.foret2021.figure_settings import LAPTOP_EPOCHS, jobs_for, sam_rho, start
 from flatmin.lab.foret2021.item_findings import findings, hyperparameters
-from flatmin.lab.foret2021.scales import replica_seeds
+from flatmin.lab.foret2021.scales import LAPTOP_EPOCHS, jobs_for, replica_seeds, sam_rho, start
 from flatmin.lab.foret2021.settings import SECOND_ORDER
 from flatmin.lab.spec.experiment import Experiment
 from flatmin.lab.studies.contrasts import BySeed, Contrast, Family, mean
