@@ -256,6 +256,28 @@ def test_shake_layers_use_the_true_gradient_in_all_passes_but_the_last(ascent_st
     assert seen == [False] * 3
 
 
+@pytest.mark.parametrize(
+    ("settings", "num_steps", "expected"),
+    [
+        ({"ascent_part": 0.5}, 1, [True, False]),
+        ({"every": 2}, 2, [True, False, False]),  # a step with SAM, and a plain one
+        ({"direction": "momentum"}, 1, [False]),
+    ],
+)
+def test_shake_layers_use_the_true_gradient_in_ascents_only(settings, num_steps, expected, monkeypatch):
+    seen = []
+    original = ShakeShake.forward
+
+    def spy(self, first, second):
+        seen.append(self.use_true_gradient)
+        return original(self, first, second)
+
+    monkeypatch.setattr(ShakeShake, "forward", spy)
+    stepper, _ = a_stepper("shake-shake-8-2x4d", rho=0.1, **settings)
+    take(stepper, [a_batch(size=16)] * num_steps)
+    assert seen[::3] == expected  # three blocks a pass
+
+
 def test_random_directions_measure_at_w_and_depend_on_the_step_and_seed_only():
     first, reference = a_stepper(rho=0.5, direction="random")
     measured = take(first, [a_batch()])

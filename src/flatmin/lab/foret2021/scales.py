@@ -1,4 +1,4 @@
-"""The two scales below the paper's: a laptop's two cores, and seconds.
+"""What is trained at each scale: the paper's own, a laptop's two cores, and seconds.
 
 The laptop's settings were found by validation error alone: models with far more parameters than examples, which fit
 their training set, so that what is measured is generalization.

@@ -158,14 +158,16 @@ class Stepper:
         before: list[PassMetrics] = []
         if self.optim.direction == "random" and self.optim.part == 1 and not self.statistics:
             before = [self._measure(piece) for piece in parts]  # SAM itself needs no pass at w
-        closures = [closure(piece, done, self.optim.ascent_steps) for piece, done in zip(parts, passes, strict=True)]
+        ascends = self.optim.direction == "gradient" and self.optimizer.needs_perturbed_pass
+        whole = self.optim.ascent_steps if ascends and self.optim.ascent_part == 1 else 0
+        closures = [closure(piece, done, whole) for piece, done in zip(parts, passes, strict=True)]
         weights = sizes
         if rest is not None:
             weights = [*sizes, float(len(rest.examples))]
             self.optimizer.step(closures, rest=closure(rest, other), weights=weights)
         elif self.optim.ascent_part < 1:
             small, _ = _cut(batch, self.optim.ascent_part)
-            self.optimizer.step(closures[0], ascent=closure(small, other))
+            self.optimizer.step(closures[0], ascent=closure(small, other, num_ascents=1))
             return StepMetrics(other[0], passes[0][-1])
         elif len(parts) > 1:
             self.optimizer.step(closures, weights=sizes)
