@@ -35,6 +35,6 @@ docs: $(READY)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --strict
 
 # tests/core and tests/measures on other versions of torch and Python: minutes, and gigabytes where torch has no CPU build.
-# `make test-versions` runs the oldest and the newest; `make test-versions TORCH=2.8.0` one, with PYTHON.
-test-versions: $(READY)
-	@$(BIN)/python tests/versions.py $(if $(TORCH),--torch $(TORCH) --python $(PYTHON))
+# `make test-versions` runs the oldest and the newest; `make test-versions TORCH=2.8.0 PYTHON=3.12` one, with that Python.
+test-versions:
+	@python3 tests/versions.py $(if $(TORCH),--torch $(TORCH) --python $(PYTHON))

@@ -8,14 +8,14 @@ import torch
 from flatmin.core.compat import TORCH
 from two_processes import WorkerProcesses
 
-OF_TORCH_2_6 = (  # warnings of its torch.distributed.checkpoint, not of ours
+OF_OLDER_TORCH = (  # warnings that torch.distributed.checkpoint gives about itself, before torch 2.13 at the latest
     "torch.distributed is unavailable or uninitialized",
     "TypedStorage is deprecated",
 )
 
 
 def pytest_configure(config):
-    for message in OF_TORCH_2_6 if TORCH < (2, 7) else ():
+    for message in OF_OLDER_TORCH if TORCH < (2, 13) else ():
         config.addinivalue_line("filterwarnings", f"ignore:{message}")
 
 

@@ -1,6 +1,7 @@
 """Runs tests/core and tests/measures on other versions of torch and Python, each in its own environment.
 
-``python tests/versions.py`` runs an old and a new torch, on Python 3.10 and 3.13; README.md lists what has passed.
+``python tests/versions.py`` runs the oldest torch on the oldest Python, and the newest on the newest; README.md lists
+what has passed.
 Environments are kept in ``.venv-versions``. Interpreters are found on the PATH and in ``~/.pyenv/versions``.
 """
 
@@ -14,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 ENVIRONMENTS = ROOT / ".venv-versions"
 PACKAGES = ["numpy", "scipy", "matplotlib", "plotly", "pytest", "pytest-xdist", "hypothesis"]
-# Each with what the oldest and newest Python of that torch can install.
+# What pyproject.toml promises: torch and Python.
 OLDEST, NEWEST = ("2.6.0", "3.10"), ("2.15.0", "3.13")
 
 

@@ -133,6 +133,7 @@ def test_bf16_autocast_gives_the_step_of_its_own_gradients():
     assert opt.metrics.perturbation_norm.item() == pytest.approx(0.3)
 
 
+@pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0")
 def test_a_compiled_model_takes_the_same_steps_without_recompiling():
     torch._dynamo.reset()
     (plain, opt_plain), (model, opt) = make(dtype=torch.float32), make(dtype=torch.float32)

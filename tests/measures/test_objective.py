@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import flatmin.measures
+from flatmin.core.compat import TORCH
 from flatmin.measures import (
     HessianOperator,
     loss_landscape,
@@ -67,21 +68,25 @@ def test_all_names_are_exported():
 
 @each_measure
 def test_tf32_is_off_while_measuring_and_as_before_afterwards(measure):
-    owners = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)
-    usual = [owner.fp32_precision for owner in owners]
+    backends = torch.backends
+    if TORCH >= (2, 9):
+        name, on, off, owners = "fp32_precision", "tf32", "ieee", (backends.cuda.matmul, backends.cudnn.conv)
+    else:
+        name, on, off, owners = "allow_tf32", True, False, (backends.cuda.matmul, backends.cudnn)
+    usual = [getattr(owner, name) for owner in owners]
     seen = []
     model, loss_fn, data = network()
-    model.register_forward_hook(lambda *_: seen.append([owner.fp32_precision for owner in owners]))
+    model.register_forward_hook(lambda *_: seen.append([getattr(owner, name) for owner in owners]))
     try:
         for owner in owners:
-            owner.fp32_precision = "tf32"
+            setattr(owner, name, on)
         measure(model, loss_fn, data)
-        assert [owner.fp32_precision for owner in owners] == ["tf32", "tf32"]
+        assert [getattr(owner, name) for owner in owners] == [on, on]
     finally:
         for owner, value in zip(owners, usual, strict=True):
-            owner.fp32_precision = value
+            setattr(owner, name, value)
     assert seen
-    assert all(now == ["ieee", "ieee"] for now in seen)
+    assert all(now == [off, off] for now in seen)
 
 
 @each_measure
