@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from image_passes import cost, num_networks, weighted_cost
+from image_passes import cost, num_models, weighted_cost
 
 from flatmin.lab.foret2021.items import ITEMS
 from flatmin.lab.foret2021.scales import CUTS
@@ -104,7 +104,7 @@ def cost_table(runs: Path) -> str:
         jobs = planned_jobs(item.study, "laptop")
         passes = cost(jobs)
         hours = weighted_cost(jobs) / rate / 2 / 3600
-        lines.append(f"| `{name}` | {item.source} | {num_networks(jobs)} | {passes / 1e6:.1f} million | {hours:.1f} |")
+        lines.append(f"| `{name}` | {item.source} | {num_models(jobs)} | {passes / 1e6:.1f} million | {hours:.1f} |")
     return "\n".join(lines)
 
 

@@ -5,11 +5,11 @@ from image_passes import weighted_cost  # in passes of a WRN-10-2 on an image of
 
 from collections.abc import Iterable
 
-from flatmin.lab.foret2021.cost import cost, network_flops, num_networks, training_flops
+from flatmin.lab.foret2021.cost import cost, model_flops, num_models, training_flops
 from flatmin.lab.spec.experiment import Data, Experiment, Model
 from flatmin.lab.sweeps.jobs import Job
 
-__all__ = ["cost", "network_flops", "num_networks", "weighted_cost"]
+__all__ = ["cost", "model_flops", "num_models", "weighted_cost"]
 
 UNIT = Model(name="wrn-10-2")
 """The model whose pass over an image of `UNIT_DATA` is 1 in `weighted_cost`."""
@@ -25,4 +25,4 @@ def weighted_cost(jobs: Iterable[Job]) -> float:
         >>> weighted_cost([Job(experiment=one)])
         300.0
     """
-    return training_flops(jobs) / (3 * network_flops(Experiment(data=Data(name=UNIT_DATA), model=UNIT)))
+    return training_flops(jobs) / (3 * model_flops(Experiment(data=Data(name=UNIT_DATA), model=UNIT)))

@@ -7,7 +7,7 @@ import tyro
 
 from flatmin.cli import main
 from flatmin.lab.commands.plan import gpu_hours, train_flags
-from flatmin.lab.foret2021.cost import disk_bytes, network_flops, training_flops
+from flatmin.lab.foret2021.cost import disk_bytes, model_flops, training_flops
 from flatmin.lab.foret2021.items import ITEMS
 from flatmin.lab.models.build import build_model
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
@@ -41,7 +41,7 @@ def test_speed_must_be_positive_and_goes_with_plan(arguments, tmp_path, capsys):
 
 def test_cost_counts_passes_flops_and_checkpoints():
     job = Job(experiment=TINY)
-    assert training_flops([job]) == 100 * 3 * 2 * 3 * network_flops(TINY)  # images, epochs, SAM, forward and backward
+    assert training_flops([job]) == 100 * 3 * 2 * 3 * model_flops(TINY)  # images, epochs, SAM, forward and backward
     num_weights = sum(p.numel() for p in build_model(TINY.model, num_classes=10, in_channels=1).parameters())
     assert disk_bytes([job]) == 2 * 2 * 4 * num_weights  # two checkpoints of weights and momentum
     kept = Job(experiment=dataclasses.replace(TINY, keep_every=1))

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch.nn.functional as F
-from image_passes import cost, network_flops, num_networks, weighted_cost
+from image_passes import cost, model_flops, num_models, weighted_cost
 
 from flatmin.lab.foret2021 import settings
 from flatmin.lab.foret2021.items import FIGURES
@@ -292,13 +292,13 @@ def test_what_an_item_costs_on_a_laptop_is_known(name):
 def test_what_an_item_costs_at_the_papers_scale_is_known(name):
     jobs = planned_jobs(ALL_ITEMS[name].study, "paper")
     assert cost(jobs) > 0
-    assert num_networks(jobs) == len({job.name for job in jobs}) or name in ("label-noise", "noise-and-rho")
+    assert num_models(jobs) == len({job.name for job in jobs}) or name in ("label-noise", "noise-and-rho")
 
 
 def test_the_network_whose_predictions_are_labels_counts_too():
     once = Experiment(data=Data(train_size=10))
     twice = dataclasses.replace(once, data=dataclasses.replace(once.data, bootstrap=True))
-    assert num_networks([Job(experiment=twice)]) == num_networks([Job(experiment=twice), Job(experiment=once)]) == 2
+    assert num_models([Job(experiment=twice)]) == num_models([Job(experiment=twice), Job(experiment=once)]) == 2
 
 
 def test_a_pass_costs_what_the_arithmetic_of_its_network_does():
@@ -312,7 +312,7 @@ def test_a_pass_costs_what_the_arithmetic_of_its_network_does():
     large = dataclasses.replace(small, data=Data(name="cifar10", train_size=10))
     assert weighted_cost([Job(experiment=large)]) / 10 == pytest.approx((32 / 28) ** 2, rel=0.03)
     flowers = Experiment(data=Data(name="flowers102", image_size=128), model=Model(name="timm/tf_efficientnet_lite0"))
-    assert 2 * 0.12e9 < network_flops(flowers) < 2 * 0.15e9  # published: 0.4 billion multiply-adds at 224 pixels
+    assert 2 * 0.12e9 < model_flops(flowers) < 2 * 0.15e9  # published: 0.4 billion multiply-adds at 224 pixels
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from flatmin.lab.commands.console import table
-from flatmin.lab.foret2021.cost import cost, disk_bytes, network_flops, num_networks, training_flops
+from flatmin.lab.foret2021.cost import cost, disk_bytes, model_flops, num_models, training_flops
 from flatmin.lab.spec.experiment import Data, Experiment, Model
 from flatmin.lab.sweeps.jobs import Job
 
@@ -56,7 +56,7 @@ def gpu_hours(jobs: Iterable[Job], images_per_second: float) -> float:
         >>> gpu_hours([Job(experiment=one)], 1.0)
         1.0
     """
-    return training_flops(jobs) / (3 * network_flops(REFERENCE) * images_per_second) / 3600
+    return training_flops(jobs) / (3 * model_flops(REFERENCE) * images_per_second) / 3600
 
 
 def train_flags(experiment: Experiment) -> list[str]:
@@ -78,7 +78,7 @@ def _flags(owner: Any, field: dataclasses.Field[Any], default: Any, prefix: str)
 
 
 def _cells(jobs: list[Job], images_per_second: float | None) -> tuple[str, ...]:
-    amounts = (num_networks(jobs), cost(jobs), training_flops(jobs), disk_bytes(jobs))
+    amounts = (num_models(jobs), cost(jobs), training_flops(jobs), disk_bytes(jobs))
     cells = tuple(_rounded(amount / unit) for amount, unit in zip(amounts, UNITS.values(), strict=True))
     return cells if images_per_second is None else (*cells, _rounded(gpu_hours(jobs, images_per_second)))
 

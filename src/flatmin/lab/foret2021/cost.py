@@ -32,14 +32,14 @@ def cost(jobs: Iterable[Job]) -> int:
     return sum(map(_passes, _experiments(jobs)))
 
 
-def num_networks(jobs: Iterable[Job]) -> int:
+def num_models(jobs: Iterable[Job]) -> int:
     """Return how many models are trained, those included whose predictions are another's labels."""
     return len(_experiments(jobs))
 
 
 def training_flops(jobs: Iterable[Job]) -> int:
     """Return the floating-point operations of training; a pass forward and backward costs three forward passes."""
-    return sum(3 * _passes(e) * network_flops(e) for e in _experiments(jobs))
+    return sum(3 * _passes(e) * model_flops(e) for e in _experiments(jobs))
 
 
 def disk_bytes(jobs: Iterable[Job]) -> int:
@@ -58,7 +58,7 @@ def num_weights(experiment: Experiment) -> int:
     return _size_and_flops(*_shape(experiment))[0]
 
 
-def network_flops(experiment: Experiment) -> int:
+def model_flops(experiment: Experiment) -> int:
     """Return the floating-point operations of a model's forward pass over one image; nothing is computed."""
     return _size_and_flops(*_shape(experiment))[1]
 

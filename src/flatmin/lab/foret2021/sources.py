@@ -206,6 +206,6 @@ HYPERPARAMETERS |= {
     **dict.fromkeys(("fine-tuning", "fine-tuning-rho-0.05"), _BLOCKS["fine-tuning"] + _BLOCKS["optimizer"]),
     "predictive": _BLOCKS["predictive"],
     "bound": _BLOCKS["bound"],
-    "bound-network": settings.NORMS.hyperparameters() + REFERENCE_CODE,
+    "bound-model": settings.NORMS.hyperparameters() + REFERENCE_CODE,
 }
 """By item."""

@@ -11,15 +11,8 @@ from typing import Any, Literal
 
 from flatmin.lab.errors import RunError
 from flatmin.lab.report.numbers import NOTHING, TIMES
-from flatmin.lab.runs.directory import (
-    PACKAGES,
-    is_finished,
-    read_problem,
-    read_result,
-    read_sessions,
-    read_spec,
-    run_seed,
-)
+from flatmin.lab.runs.directory import is_finished, read_problem, read_result, read_spec, run_seed
+from flatmin.lab.runs.environment import PACKAGES, read_sessions
 from flatmin.lab.spec.experiment import Experiment
 from flatmin.lab.spec.fields import plain
 from flatmin.lab.studies.findings import Cell, Comparison, Findings

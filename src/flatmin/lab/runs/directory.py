@@ -11,17 +11,13 @@ deleted.
 import json
 import os
 import shutil
-import warnings
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeGuard
 
-import torch
-
 from flatmin.lab.errors import CorruptFileError, RunError, RunLockedError, SpecError
-from flatmin.lab.runs.environment import PACKAGES as PACKAGES
-from flatmin.lab.runs.environment import environment
+from flatmin.lab.runs.environment import check_sessions, environment, read_sessions
 from flatmin.lab.runs.json_files import read_json, remove_temporary_files, storing, write_atomic, write_json
 from flatmin.lab.spec.experiment import Experiment
 
@@ -89,7 +85,7 @@ class RunDirectory:
                 else:
                     write_atomic(self.path / "spec.json", self.experiment.to_json())
                 if num_workers is not None:
-                    self._check_sessions(num_workers)
+                    check_sessions(self.path, num_workers, is_finished(self.path))
             except (OSError, RunError):
                 self.close()
                 raise
@@ -115,7 +111,7 @@ class RunDirectory:
         if not is_finished(self.path):
             return None
         if num_workers is not None:
-            self._check_sessions(num_workers)
+            check_sessions(self.path, num_workers, is_finished(self.path))
         return read_result(self.path)
 
     def write_history(self, history: list[Metrics]) -> None:
@@ -158,37 +154,6 @@ class RunDirectory:
         return Result(
             experiment=self.experiment, seed=self.seed, directory=self.path, history=history, time_seconds=time_seconds
         )
-
-    def _check_sessions(self, num_workers: int) -> None:
-        """Reject the result of another number of workers; warn if an unfinished run resumes in another way."""
-        sessions, finished = read_sessions(self.path), is_finished(self.path)
-        threads = [session["num_threads"] for session in sessions if "num_threads" in session]
-        if not finished and threads and threads[-1] != torch.get_num_threads() and not torch.cuda.is_available():
-            warnings.warn(
-                f"{self.path} was trained with {threads[-1]} threads so far and resumes with "
-                f"{torch.get_num_threads()}: the result may differ slightly from that of an uninterrupted run. Set "
-                f"OMP_NUM_THREADS={threads[-1]} for the same.",
-                stacklevel=2,
-            )
-        earlier = {session["num_workers"] for session in sessions if "num_workers" in session}
-        if earlier <= {num_workers}:
-            return
-        before, now = " and ".join(map(_workers, sorted(earlier))), _workers(num_workers)
-        if not finished:
-            warnings.warn(f"{self.path} was started by {before} and resumes with {now}.", stacklevel=2)
-        elif num_workers not in earlier:
-            # Batch norm sees the examples of one worker together, and with SAM they share one perturbation.
-            number = max(earlier)
-            same = f"with torchrun --nproc-per-node {number}" if number > 1 else "without torchrun"
-            raise RunError(
-                f"{self.path} was trained by {before}, but now there {'is' if num_workers == 1 else 'are'} {now}, "
-                f"which is another experiment. For the existing result rerun the command {same}; to train again choose "
-                "another directory with --runs."
-            )
-
-
-def _workers(count: int) -> str:
-    return f"{count} worker{'s' if count > 1 else ''}"
 
 
 def run_directories(runs: Path) -> list[Path]:
@@ -268,22 +233,6 @@ def read_problem(path: Path) -> str | None:
         return str(read_json(path / PROBLEM_FILE).get("problem", ""))
     except FileNotFoundError:
         return None
-
-
-def read_sessions(path: Path) -> list[dict[str, Any]]:
-    """Read where the sessions of a run took place, the latest last; none if that is not known.
-
-    Raises:
-        CorruptFileError: the file cannot be used.
-    """
-    file = path / "environment.json"
-    try:
-        sessions = read_json(file).get("sessions")
-    except FileNotFoundError:
-        return []
-    if not isinstance(sessions, list) or not all(isinstance(session, dict) for session in sessions):
-        raise CorruptFileError(file, "it does not hold a list of sessions")
-    return sessions
 
 
 def last_metrics(path: Path) -> Metrics:

@@ -1,10 +1,11 @@
-"""Where a session of a run takes place: versions, hardware, commit."""
+"""Where the sessions of a run take place: versions, hardware, commit, number of workers."""
 
 import os
 import platform
 import subprocess
 import sys
 import time
+import warnings
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 
 import flatmin
+from flatmin.lab.errors import CorruptFileError, RunError
+from flatmin.lab.runs.json_files import read_json
 
 PACKAGES = ("torchvision", "timm", "numpy", "scipy")
 
@@ -37,6 +40,54 @@ def environment() -> dict[str, Any]:
         except PackageNotFoundError:
             facts[package] = None
     return facts
+
+
+def read_sessions(path: Path) -> list[dict[str, Any]]:
+    """Read where the sessions of a run took place, the latest last; none if that is not known.
+
+    Raises:
+        CorruptFileError: the file cannot be used.
+    """
+    file = path / "environment.json"
+    try:
+        sessions = read_json(file).get("sessions")
+    except FileNotFoundError:
+        return []
+    if not isinstance(sessions, list) or not all(isinstance(session, dict) for session in sessions):
+        raise CorruptFileError(file, "it does not hold a list of sessions")
+    return sessions
+
+
+def check_sessions(path: Path, num_workers: int, finished: bool) -> None:
+    """Reject the result of another number of workers; warn if an unfinished run resumes in another way."""
+    sessions = read_sessions(path)
+    threads = [session["num_threads"] for session in sessions if "num_threads" in session]
+    if not finished and threads and threads[-1] != torch.get_num_threads() and not torch.cuda.is_available():
+        warnings.warn(
+            f"{path} was trained with {threads[-1]} threads so far and resumes with "
+            f"{torch.get_num_threads()}: the result may differ slightly from that of an uninterrupted run. Set "
+            f"OMP_NUM_THREADS={threads[-1]} for the same.",
+            stacklevel=2,
+        )
+    earlier = {session["num_workers"] for session in sessions if "num_workers" in session}
+    if earlier <= {num_workers}:
+        return
+    before, now = " and ".join(map(_workers, sorted(earlier))), _workers(num_workers)
+    if not finished:
+        warnings.warn(f"{path} was started by {before} and resumes with {now}.", stacklevel=2)
+    elif num_workers not in earlier:
+        # Batch norm sees the examples of one worker together, and with SAM they share one perturbation.
+        number = max(earlier)
+        same = f"with torchrun --nproc-per-node {number}" if number > 1 else "without torchrun"
+        raise RunError(
+            f"{path} was trained by {before}, but now there {'is' if num_workers == 1 else 'are'} {now}, "
+            f"which is another experiment. For the existing result rerun the command {same}; to train again choose "
+            "another directory with --runs."
+        )
+
+
+def _workers(count: int) -> str:
+    return f"{count} worker{'s' if count > 1 else ''}"
 
 
 def _commit() -> str | None:

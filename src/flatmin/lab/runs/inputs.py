@@ -10,7 +10,7 @@ from pathlib import Path
 from flatmin.lab.data.datasets import Dataset
 from flatmin.lab.data.images import FileImages
 from flatmin.lab.errors import DataError, RunError
-from flatmin.lab.runs.directory import read_sessions
+from flatmin.lab.runs.environment import read_sessions
 
 MAX_HASHED_BYTES = 2**30  # of larger datasets only names, labels and sizes are compared: reading them takes minutes
 IMAGES, WEIGHTS = "image files", "weights file"

@@ -20,7 +20,8 @@ from flatmin.lab.data.pipeline import Pipeline
 from flatmin.lab.errors import CorruptFileError, DataError, ModelError, RunError
 from flatmin.lab.models.build import build_model, input_statistics
 from flatmin.lab.runs.checkpoint import intact_file, latest_checkpoint, read_state
-from flatmin.lab.runs.directory import Result, is_finished, read_result, read_sessions, read_spec
+from flatmin.lab.runs.directory import Result, is_finished, read_result, read_spec
+from flatmin.lab.runs.environment import read_sessions
 from flatmin.lab.runs.inputs import IMAGES, WEIGHTS, check_inputs, image_fingerprint, weights_fingerprint
 from flatmin.lab.spec.datasets import DatasetInfo
 from flatmin.lab.spec.experiment import Experiment, Model

@@ -64,7 +64,7 @@ def bound(scale: Scale, runner: Runner) -> Findings:
         verdicts=[_verdict(inequality, models, measurements), _noise_verdict(condition, models, noise)],
         hyperparameters=[
             *HYPERPARAMETERS["bound"],
-            *hyperparameters("bound-network", scale, [experiments["SGD"]], ("rho of SAM", rho)),
+            *hyperparameters("bound-model", scale, [experiments["SGD"]], ("rho of SAM", rho)),
         ],
         notes=[
             "The loss is the 0-1 error. The worst weights in the ball are those that one ascent step finds, so this is "

@@ -29,7 +29,7 @@ RADIUS = 0.5
 """How far from the weights the rise of the loss is judged, in units of the weights: directions are as long as they are.
 Nearer than the figure's edge, where the loss of a model without residual connections says little of the minimum."""
 SPAN = 1.0
-NETWORK: dict[Scale, str] = {"paper": LANDSCAPES.model, "laptop": "resnet-20-noshort", "smoke": "resnet-20-noshort"}
+MODEL_NAMES: dict[Scale, str] = {"paper": LANDSCAPES.model, "laptop": "resnet-20-noshort", "smoke": "resnet-20-noshort"}
 # The number of points in each direction, and of training images: a fine grid to look at, of one replica, and a coarse
 # one for the numbers, of each.
 PICTURE: dict[Scale, tuple[int, int | None]] = {"paper": (51, None), "laptop": (21, 300), "smoke": (5, 8)}
@@ -48,7 +48,7 @@ def landscape(scale: Scale, runner: Runner) -> Findings:
     The directions are the same draws for both models, scaled to the filters of each (Li et al., 2018).
     """
     recorder = RecordingRunner(runner)
-    sgd = replace(start(scale, LANDSCAPES, rho=0.0), model=Model(name=NETWORK[scale]))
+    sgd = replace(start(scale, LANDSCAPES, rho=0.0), model=Model(name=MODEL_NAMES[scale]))
     rho = tuned_rho(recorder, "landscape", scale, LANDSCAPES, sgd)
     picture, numbers = _plane(*PICTURE[scale]), _plane(*NUMBERS[scale])
     jobs: dict[str, list[Job]] = {"SGD": [], "SAM": []}

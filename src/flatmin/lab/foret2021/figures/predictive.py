@@ -57,38 +57,23 @@ NUM_SWAPS = 199
 class Zoo:
     """A grid of models, and when to stop each of them."""
 
-    widths: tuple[int, ...]
-    depths: tuple[int, ...]
-    lrs: tuple[float, ...]
-    batch_sizes: tuple[int, ...]
-    decays: tuple[float, ...]
+    grid: list[tuple[int, int, float, int, float]]
+    """Width, depth, learning rate, batch size and weight decay of each model."""
     stop_loss: float
     epochs: int
     m_values: tuple[int, ...]
-    """Beside m = n, all of the training set."""
-
-    def hyperparameters(self) -> list[tuple[int, int, float, int, float]]:
-        """Return width, depth, learning rate, batch size and decay of each model."""
-        return list(itertools.product(self.widths, self.depths, self.lrs, self.batch_sizes, self.decays))
+    """In addition to m = n, all of the training set."""
 
 
 ZOOS: dict[Scale, Zoo] = {
     "laptop": Zoo(
-        widths=(1, 2),
-        depths=(10, 16),
-        lrs=(0.03, 0.1),
-        batch_sizes=(32, 64, 128),
-        decays=(0.0, 1e-3),
+        grid=list(itertools.product((1, 2), (10, 16), (0.03, 0.1), (32, 64, 128), (0.0, 1e-3))),
         stop_loss=0.05,
         epochs=60,
         m_values=(1, 4, 16, 64, 256),
     ),
     "smoke": Zoo(
-        widths=(1, 2),
-        depths=(10,),
-        lrs=(0.05, 0.1),
-        batch_sizes=(20,),
-        decays=(0.0,),
+        grid=list(itertools.product((1, 2), (10,), (0.05, 0.1), (20,), (0.0,))),
         stop_loss=100.0,
         epochs=1,
         m_values=(4,),
@@ -126,7 +111,7 @@ def predictive(scale: Scale, runner: Runner) -> Findings:
     zoo, jobs, measurements = ZOOS[scale], zoo_jobs(scale), sharpness_measurements(ZOOS[scale])
     members: list[Member] = []
     num_short, num_not_finite = 0, 0
-    for h, outcome in zip(zoo.hyperparameters(), recorder.outcomes(jobs, "predictive: a zoo of models"), strict=True):
+    for h, outcome in zip(zoo.grid, recorder.outcomes(jobs, "predictive: a zoo of models"), strict=True):
         if outcome.result is None or not all(m in outcome.measured for m in measurements.values()):
             continue
         sharpness = {m: float(outcome.measured[how]["m_sharpness"]) for m, how in measurements.items()}
@@ -164,13 +149,13 @@ def predictive(scale: Scale, runner: Runner) -> Findings:
 
 
 def zoo_jobs(scale: Scale) -> list[Job]:
-    """Return a model for each point of the grid, in the order of ``Zoo.hyperparameters``."""
+    """Return a model for each point of the grid, in the order of ``Zoo.grid``."""
     zoo = ZOOS[scale]
     base = start(scale, M_SHARPNESS, rho=0.0)
     base = replace(base, epochs=zoo.epochs, evaluate_every=zoo.epochs, stop_loss=zoo.stop_loss)
     measurements = tuple(sharpness_measurements(zoo).values())
     jobs = []
-    for width, depth, lr, batch_size, decay in zoo.hyperparameters():
+    for width, depth, lr, batch_size, decay in zoo.grid:
         experiment = replace(
             base,
             name=f"predictive/width {width}, depth {depth}, lr {lr:g}, batch {batch_size}, decay {decay:g}",

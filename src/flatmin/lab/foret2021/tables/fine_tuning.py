@@ -24,8 +24,8 @@ from flatmin.lab.sweeps.jobs import Job
 from flatmin.lab.sweeps.runners import Runner
 
 CHECKPOINTS = Path("checkpoints")
-"""Where pretrained weights are, relative to the working directory: NETWORK.safetensors (or .pth, .pt)."""
-LAPTOP_NETWORK = "timm/tf_efficientnet_lite0"
+"""Where pretrained weights are, relative to the working directory: MODEL.safetensors (or .pth, .pt)."""
+LAPTOP_MODEL = "timm/tf_efficientnet_lite0"
 LAPTOP_CHECKPOINT = "checkpoints/efficientnet-lite0.pth"
 LAPTOP_RHOS: tuple[float, ...] = (0.01, 0.02, 0.05)
 
@@ -111,7 +111,7 @@ def _small_condition(scale: Scale, runner: Runner, source: Claims, rho: float | 
     if scale == "laptop":
         start = Experiment(
             data=Data(name="flowers102", augment="imagenet", batch_size=32, image_size=128),
-            model=Model(name=LAPTOP_NETWORK, checkpoint=LAPTOP_CHECKPOINT, head="new", freeze_batch_norm=True),
+            model=Model(name=LAPTOP_MODEL, checkpoint=LAPTOP_CHECKPOINT, head="new", freeze_batch_norm=True),
             optim=Optim(lr=0.02, weight_decay=1e-5, clip_norm=1.0),
             epochs=3,
             evaluate_every=3,
