@@ -99,5 +99,8 @@ def test_package_promises_the_versions_of_the_table_and_no_others():
     assert re.findall(r'"torch>=([\d.]+)"', project) == [torches[0], pinned]
     assert f'requires-python = ">={pythons[0]}"' in project
     assert re.findall(r'"Programming Language :: Python :: ([\d.]+)"', project) == pythons
+    sentence = f"torch {torches[0]} and Python {pythons[0]} or newer; the lab (`flatmin[lab]`) needs torch {pinned}."
+    for page in ("README.md", "docs/index.md"):
+        assert sentence in (ROOT / page).read_text(), page
     tried = [tuple(numbers(version)[:2] for version in pair) for pair in (OLDEST, NEWEST)]
     assert tried == [tuple(numbers(column[i]) for column in (torches, pythons)) for i in (0, -1)]
