@@ -6,6 +6,7 @@ gradients which every weight but 1 needs, in units of the parameters' size.
 """
 
 import copy
+import itertools
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from flatmin.lab.spec.experiment import Model
 LIMITS = {"part 1/16": 1.18, "part 1/8": 1.25, "part 1/4": 1.35, "every 4": 1.30, "momentum": 1.05}
 PASSES = {"SGD": 1.0, "SAM": 2.0, "part 1/16": 1.0625, "part 1/8": 1.125, "part 1/4": 1.25, "every 4": 1.25}
 PASSES |= {"momentum": 1.0}
-SETTINGS = {"every 4": {"every": 4}, "momentum": {"direction": "momentum"}}
+SETTINGS = {"every 4": {"weight": 4.0}, "momentum": {"direction": "momentum"}}
 PARTS = {"part 1/16": 1 / 16, "part 1/8": 1 / 8, "part 1/4": 1 / 4}
 
 
@@ -41,7 +42,10 @@ def steps(network, x, y, names):
         else:
             opt, part = SAM(base, rho=0.05, model=model, **SETTINGS.get(name, {})), PARTS.get(name, 1.0)
 
-            def step(opt=opt, loss_fn=loss_fn, part=part):
+            rhos = itertools.cycle([0.05, 0.0, 0.0, 0.0] if name == "every 4" else [0.05])
+
+            def step(opt=opt, loss_fn=loss_fn, part=part, rhos=rhos):
+                opt.rho = next(rhos)
                 opt.step_batch(loss_fn, (x, y), part=part)
 
         peaks[name] = peak_bytes(step)

@@ -144,7 +144,7 @@ def random_directions(rank, sync):
 
 def mixed_two_pass_form(rank):
     ddp = DistributedDataParallel(make_model())
-    opt = SAM(torch.optim.SGD(ddp.parameters(), lr=0.1), every=2, model=ddp)
+    opt = SAM(torch.optim.SGD(ddp.parameters(), lr=0.1), weight=2.0, model=ddp)
     with ddp.no_sync():
         loss_of(ddp, whole_batch(rank, 0)).backward()
     try:

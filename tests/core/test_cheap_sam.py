@@ -1,4 +1,4 @@
-"""Cheap SAM: a part of the batch, every k-th step, a weight, the momentum. All against closed forms in float64."""
+"""Cheap SAM: a part of the batch, a weight, a radius of 0, the momentum. All against closed forms in float64."""
 
 import copy
 import math
@@ -168,10 +168,10 @@ def test_backward_passes_after_the_block_add_the_rest_of_the_batch(problem):
 
 
 @pytest.mark.parametrize("form", ["closure", "two passes"])
-def test_every_third_step_has_the_correction_of_three(form):
+def test_sam_in_every_third_step_is_a_schedule_of_rho_and_a_weight(form):
     """L = w^2 / 2 in one dimension: eps = rho sign(w), so SAM's step uses w + 3 rho sign(w), the others w."""
     w = nn.Parameter(torch.tensor([1.0], dtype=torch.float64))
-    opt = SAM(torch.optim.SGD([w], lr=LR), rho=0.01, every=3)
+    opt = SAM(torch.optim.SGD([w], lr=LR), rho=0.01, weight=3.0)
     expected, calls = 1.0, []
     for step in range(7):
         num_calls = 0
@@ -184,6 +184,7 @@ def test_every_third_step_has_the_correction_of_three(form):
             loss.backward()
             return loss
 
+        opt.rho = 0.01 if step % 3 == 0 else 0.0
         if form == "closure":
             opt.step(closure)
         else:
@@ -199,35 +200,6 @@ def test_every_third_step_has_the_correction_of_three(form):
         assert (opt.metrics.perturbation_norm.item() == 0) == plain
         assert opt.metrics.perturbed_loss.isnan().item() == (plain or form == "two passes")
     assert calls == [2, 1, 1, 2, 1, 1, 2]
-
-
-def test_the_interval_survives_a_checkpoint(problem):
-    a, b, w = problem
-    opt, loss_fn, now = make(w, every=3)
-    for _ in range(2):
-        opt.step_batch(loss_fn, (a, b))
-    saved = copy.deepcopy(opt.state_dict())
-    other, other_fn, other_now = make(now(), every=3)
-    other.load_state_dict(saved)
-    assert not other.needs_perturbed_pass
-    for _ in range(5):
-        opt.step_batch(loss_fn, (a, b))
-        other.step_batch(other_fn, (a, b))
-    assert torch.equal(now(), other_now())
-    assert opt.needs_perturbed_pass == other.needs_perturbed_pass
-
-
-def test_every_and_a_part_go_together(problem):
-    a, b, w = problem
-    opt, loss_fn, now = make(w, every=2)
-    opt.step_batch(loss_fn, (a, b), part=1 / 4)
-    of_part = mean_gradient(a[:3], b[:3], w)
-    correction = part_gradient(a, b, w, range(3)) - mean_gradient(a, b, w)
-    first = w - LR * (mean_gradient(a, b, w) + 2 * correction)
-    torch.testing.assert_close(now(), first, rtol=1e-12, atol=1e-12)
-    opt.step_batch(loss_fn, (a, b), part=1 / 4)
-    torch.testing.assert_close(now(), first - LR * mean_gradient(a, b, first), rtol=1e-12, atol=1e-12)
-    assert of_part.norm() > 0
 
 
 @pytest.mark.parametrize(("base", "key"), [("sgd", "momentum_buffer"), ("adam", "exp_avg")])
@@ -437,12 +409,9 @@ def test_what_is_not_a_batch_of_tensors(problem, batch, kind, message):
 @pytest.mark.parametrize(
     ("settings", "kind", "message"),
     [
-        ({"every": 0}, ValueError, "every must be at least 1"),
-        ({"every": 2.0}, TypeError, "every must be a whole number"),
         ({"weight": -1.0}, ValueError, "weight must be finite and not negative"),
         ({"weight": math.inf}, ValueError, "weight must be finite"),
         ({"weight": "1"}, TypeError, "weight must be a number"),
-        ({"direction": "momentum", "every": 2}, ValueError, "every=2"),
         ({"direction": "momentum", "weight": 2.0}, ValueError, "weight=2.0"),
         ({"direction": "momentum", "ascent_steps": 2}, ValueError, "ascent_steps=2"),
     ],

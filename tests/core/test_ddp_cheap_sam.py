@@ -21,7 +21,7 @@ def corrected(model, params, buffers, batch, weight):
     return [a + weight * (b - a) for a, b in zip(g, gradient(model, moved, buffers, batch), strict=True)]
 
 
-def reference(way, batch_norm, weight, every):
+def reference(way, batch_norm, weight):
     model = ddp_cases.make_model(batch_norm)
     buffers = {name: b.clone() for name, b in model.named_buffers()}
     for step in range(ddp_cases.STEPS):
@@ -35,9 +35,7 @@ def reference(way, batch_norm, weight, every):
                 of_part, of_rest = corrected(model, params, buffers, part, c), gradient(model, params, buffers, rest)
                 mine = [share * a + (1 - share) * b for a, b in zip(of_part, of_rest, strict=True)]
             else:
-                batch, plain = ddp_cases.whole_batch(rank, step), step % every != 0
-                c = 0.0 if plain else float(every) if weight is None else weight
-                mine = corrected(model, params, buffers, batch, c)
+                mine = corrected(model, params, buffers, ddp_cases.whole_batch(rank, step), weight)
             total = [t + g / 2 for t, g in zip(total, mine, strict=True)]
         with torch.no_grad():
             for p, g in zip(model.parameters(), total, strict=True):
@@ -49,11 +47,11 @@ def reference(way, batch_norm, weight, every):
 @pytest.mark.parametrize("batch_norm", [False, True])
 @pytest.mark.parametrize(
     ("way", "settings"),
-    [("rest", {}), ("rest", {"weight": 1.0}), ("closure", {"weight": 2.5}), ("closure", {"every": 2})],
+    [("rest", {}), ("rest", {"weight": 1.0}), ("closure", {"weight": 2.5})],
 )
 def test_two_workers_take_the_mean_of_their_corrected_gradients(two_processes, way, settings, batch_norm, ddp_settings):
     results = two_processes.run(ddp_cases.train, way, settings, ddp_settings, batch_norm, False)
-    expected = reference(way, batch_norm, settings.get("weight"), settings.get("every", 1))
+    expected = reference(way, batch_norm, settings.get("weight"))
     assert torch.equal(results[0]["weights"], results[1]["weights"])
     torch.testing.assert_close(results[0]["weights"], expected, rtol=1e-10, atol=1e-12)
     size = sum(p.numel() for p in ddp_cases.make_model(batch_norm).parameters())

@@ -23,7 +23,6 @@ SETTINGS = [
     {"rho": 0.3, "ascent_steps": 3, "p": 1.0, "adaptive": True},
     {"rho": 0.3, "direction": "random"},
     {"rho": 0.3, "weight": 2.5},
-    {"rho": 0.3, "every": 2},
     {"rho": 0.3, "direction": "momentum"},
 ]
 

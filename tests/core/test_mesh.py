@@ -142,7 +142,6 @@ def micro_batches(settings, slices, rest=None):
         {"rho": 1.0, "adaptive": 0.01},
         {"rho": 0.3, "ascent_steps": 2},
         {"rho": 0.3, "weight": 2.5},
-        {"rho": 0.3, "every": 2},
     ],
     ids=str,
 )

@@ -43,7 +43,15 @@ def plain_loop(rho=0.1, part=1.0, clip=None, num_epochs=2, **settings):
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"part": 0.25}, {"every": 2}, {"every": 2, "part": 0.5}, {"ascent_steps": 2}, {"adaptive": True}, {"p": 1.5}],
+    [
+        {},
+        {"part": 0.25},
+        {"weight": 2.0},
+        {"weight": 1.0, "part": 0.5},
+        {"ascent_steps": 2},
+        {"adaptive": True},
+        {"p": 1.5},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("clip", [None, 0.1])
@@ -67,10 +75,10 @@ def test_values_are_logged_once_and_at_w():
     assert set(trainer.callback_metrics) == {"loss"}
 
 
-@pytest.mark.parametrize("settings", [{}, {"every": 2, "part": 0.5}, {"direction": "random"}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"part": 0.5}, {"direction": "random"}], ids=str)
 def test_a_resumed_run_ends_with_the_same_weights(settings, tmp_path):
     whole, _ = lightning_cases.fit(SAMCallback(rho=0.1, **settings), max_epochs=4)
-    _, trainer = lightning_cases.fit(SAMCallback(rho=0.1, **settings), max_epochs=1)  # 3 steps: within every=2
+    _, trainer = lightning_cases.fit(SAMCallback(rho=0.1, **settings), max_epochs=1)
     trainer.save_checkpoint(tmp_path / "run.ckpt")
     torch.manual_seed(5)
     resumed, _ = lightning_cases.fit(
@@ -120,7 +128,7 @@ def test_manual_optimization_gets_wrapped_optimizers():
         ({"rho": -1.0}, ValueError, "rho"),
         ({"part": 0}, ValueError, r"part must be a number in \(0, 1\], got 0"),
         ({"part": 2.0}, ValueError, "part must be"),
-        ({"every": 0}, ValueError, "every"),
+        ({"weight": -1.0}, ValueError, "weight"),
         ({"radius": 0.1}, TypeError, "radius"),
         ({"model": None}, TypeError, "Leave `model`"),
     ],

@@ -58,7 +58,7 @@ def mean_loss(model, batch):
     return model(**batch).loss
 
 
-@pytest.mark.parametrize("sam", [{}, {"part": 0.5}, {"part": 0.25}, {"every": 2}, {"ascent_steps": 2}], ids=str)
+@pytest.mark.parametrize("sam", [{}, {"part": 0.5}, {"part": 0.25}, {"weight": 2.0}, {"ascent_steps": 2}], ids=str)
 @pytest.mark.parametrize("clip", [None, 0.1])
 def test_trains_as_a_plain_loop_does(sam, clip):
     """Classification, where BERT returns the mean loss of a micro-batch."""
@@ -112,7 +112,7 @@ def test_one_perturbation_for_all_micro_batches(accumulation):
     assert difference(trainer.model.state_dict(), expected) < 1e-6
 
 
-@pytest.mark.parametrize("sam", [{}, {"every": 3, "part": 0.5}, {"direction": "random"}], ids=str)
+@pytest.mark.parametrize("sam", [{}, {"part": 0.5}, {"direction": "random"}], ids=str)
 def test_resume_from_checkpoint_is_exact(sam, tmp_path):
     settings = {
         "dropout": 0.1,
@@ -140,13 +140,13 @@ class Overflowing(Recording):
 
 
 def test_gradient_scaler():
-    """As ``fp16=True`` makes one on a GPU. The scale cancels out, and a skipped step does not count for ``every``."""
+    """As ``fp16=True`` makes one on a GPU. The scale cancels out, and a skipped step changes nothing."""
     settings = {"gradient_accumulation_steps": 1, "lr_scheduler_type": "constant"}
-    trainer = cases.make_trainer({"rho": 0.1, "every": 2}, Overflowing, **settings)
+    trainer = cases.make_trainer({"rho": 0.1, "weight": 2.0}, Overflowing, **settings)
     trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     trainer.train()
     assert trainer.accelerator.scaler.get_scale() == 512
-    expected, _ = plain_loop(trainer.steps[1:], mean_loss, every=2)
+    expected, _ = plain_loop(trainer.steps[1:], mean_loss, weight=2.0)
     assert difference(trainer.model.state_dict(), expected) < 1e-6
 
 

@@ -69,15 +69,6 @@ def check_ascent_steps(ascent_steps: int, p: float, direction: str) -> int:
     return ascent_steps
 
 
-def check_every(every: int) -> int:
-    """Return k of "SAM in every k-th step", or raise."""
-    if isinstance(every, bool) or not isinstance(every, int):
-        raise TypeError(f"every must be a whole number of steps, got {every!r} of type {type(every).__name__}.")
-    if every < 1:
-        raise ValueError(f"every must be at least 1 (SAM in every step), got {every}. For no SAM at all use rho=0.")
-    return every
-
-
 def check_weight(weight: float | None) -> float | None:
     """Return the factor of the correction, None for full strength, or raise."""
     if weight is None:

@@ -19,7 +19,7 @@ class SAMMetrics:
     r"""What the last step measured: scalar tensors on the device, NaN where it was not measured.
 
     Reading one (``.item()``, ``float()``) synchronizes with the device; do so every few steps. A plain step (a radius
-    of 0, or between two corrections with ``every``) has ``perturbation_norm`` 0 and an unknown ``perturbed_loss``.
+    of 0) has ``perturbation_norm`` 0 and an unknown ``perturbed_loss``.
     """
 
     loss: Tensor = field(default_factory=_unknown)

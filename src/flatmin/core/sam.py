@@ -29,8 +29,6 @@ USED_WARNING = (
     "The gradients of the last step were still there when the first pass began, and its gradient was added to them: "
     "SAM's direction then comes from both. Call opt.zero_grad() before the first pass."
 )
-STEP_KEY = "sam_step"
-"""In the first parameter group: the number of steps taken, for ``every``."""
 
 
 class SAM(OptimizerWrapper):
@@ -80,10 +78,9 @@ class SAM(OptimizerWrapper):
             pass unless ``model`` has running statistics that must come from it; or "momentum" for
             :math:`\epsilon = -\rho v / \lVert v \rVert` with v the base's momentum (Momentum-SAM, Becker et al., 2024),
             which costs one pass and needs a rho of about 3.
-        every: SAM in every k-th step, plain steps in between.
         weight: the factor c of the correction: a step uses :math:`g + c\, (g(w + \epsilon) - g)`. None is full
-            strength, so that the mean over steps and examples is that of SAM: 1, times k with ``every=k``, divided by
-            the share of the examples that are corrected. 0 is the base optimizer. Any c but 1 needs one more copy of
+            strength, so that the mean over examples is that of SAM: 1 divided by the share of the examples that are
+            corrected. 0 is the base optimizer. Any c but 1 needs one more copy of
             the gradients.
         generator: where random directions come from; part of the state dict. If None, one is made from
             ``torch.initial_seed()`` (and the worker's rank, where each has its own perturbation). Generators given to
@@ -133,7 +130,6 @@ class SAM(OptimizerWrapper):
         adaptive: bool | float = False,
         ascent_steps: int = 1,
         direction: Direction = "gradient",
-        every: int = 1,
         weight: float | None = None,
         generator: torch.Generator | None = None,
         model: nn.Module | None = None,
@@ -147,7 +143,6 @@ class SAM(OptimizerWrapper):
             adaptive=adaptive,
             ascent_steps=ascent_steps,
             direction=direction,
-            every=every,
             weight=weight,
             sync_perturbation=sync_perturbation,
         )
@@ -209,14 +204,11 @@ class SAM(OptimizerWrapper):
     def needs_perturbed_pass(self) -> bool:
         """Whether the next step needs a pass at w + eps; if not, ``step()`` may follow the first pass.
 
-        False while every radius is 0, between two corrections with ``every``, and in the first step of
-        ``direction="momentum"``.
+        False while every radius or the weight is 0, and in the first step of ``direction="momentum"``.
         """
         if max(self._passes.radii()) == 0 or self.settings.weight == 0:
             return False
-        if self.settings.direction == "momentum":
-            return self._passes.has_momentum()
-        return bool(self.param_groups[0].get(STEP_KEY, 0) % self.settings.every == 0)
+        return self.settings.direction != "momentum" or self._passes.has_momentum()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the base optimizer; it may have its own radius ``sam_rho``."""
@@ -436,7 +428,7 @@ class SAM(OptimizerWrapper):
         if weight != 1.0 and ascent is not None:
             raise ValueError(
                 f"ascent has no gradient of the closure at w, which a correction of weight {weight:g} is added to. Use "
-                "step_batch(part=...) or rest= to save passes, or every=1 and weight=None."
+                "step_batch(part=...) or rest= to save passes, or weight=None."
             )
         measured_at_w = ascent is None and (first is not None or passes.needs_first_pass(weight))
         share = None if weight == 1.0 else Share(GradientSum(list(passes.parameters())), 1.0, weight)
@@ -456,9 +448,6 @@ class SAM(OptimizerWrapper):
         self.base.step()
         self._opt_called = True  # torch's schedulers look for it, and see only calls of step()
         self._state.num_steps += 1
-        if self.settings.every > 1:
-            group = self.param_groups[0]
-            group[STEP_KEY] = group.get(STEP_KEY, 0) + 1
 
     # Checkpoints and copies.
 
@@ -487,7 +476,6 @@ class SAM(OptimizerWrapper):
         shown += f", adaptive={settings.eta}" if settings.eta is not None else ""
         shown += f", ascent_steps={settings.ascent_steps}" if settings.ascent_steps > 1 else ""
         shown += f', direction="{settings.direction}"' if settings.direction != "gradient" else ""
-        shown += f", every={settings.every}" if settings.every > 1 else ""
         shown += f", weight={settings.weight}" if settings.weight is not None else ""
         return f"SAM({shown}, base={self.base!r})"
 
@@ -518,7 +506,7 @@ class SAM(OptimizerWrapper):
         local = ddp.is_parallel() and hasattr(ddp.unwrap(self.model), "no_sync") and not settings.sync_perturbation
         if local and settings.correction_weight() != 1.0:
             raise ValueError(
-                f"perturbed() with weight={settings.weight} and every={settings.every} under DistributedDataParallel "
+                f"perturbed() with weight={settings.weight} under DistributedDataParallel "
                 "mixes the gradients of both passes, so both must be reduced. Pass sync_perturbation=True and run the "
                 "first pass outside no_sync(), or use step(closure), which reduces once."
             )

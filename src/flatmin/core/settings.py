@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from flatmin.core.checks import check_adaptive, check_ascent_steps, check_every, check_p, check_weight
+from flatmin.core.checks import check_adaptive, check_ascent_steps, check_p, check_weight
 
 Direction = Literal["gradient", "random", "momentum"]
 
@@ -17,7 +17,6 @@ class Settings:
     """ASAM's eta; None is plain SAM."""
     ascent_steps: int
     direction: Direction
-    every: int
     weight: float | None
     sync_perturbation: bool
 
@@ -29,23 +28,21 @@ class Settings:
         adaptive: bool | float,
         ascent_steps: int,
         direction: Direction,
-        every: int,
         weight: float | None,
         sync_perturbation: bool,
     ) -> "Settings":
         """Return the settings, or raise for one that is out of its range or does not go with another."""
         p = check_p(p)
-        if direction == "momentum" and (every != 1 or weight not in (None, 1)):
+        if direction == "momentum" and weight not in (None, 1):
             raise ValueError(
-                f'direction="momentum" takes one pass, at w + eps, so that there is nothing to save or to mix: '
-                f"every={every!r} and weight={weight!r} do not go with it. Leave both at their defaults."
+                f'direction="momentum" takes one pass, at w + eps, so that there is nothing to mix: weight={weight!r} '
+                "does not go with it. Leave it at None."
             )
         return cls(
             p=p,
             eta=check_adaptive(adaptive),
             ascent_steps=check_ascent_steps(ascent_steps, p, direction),
             direction=direction,
-            every=check_every(every),
             weight=check_weight(weight),
             sync_perturbation=sync_perturbation,
         )
@@ -53,6 +50,6 @@ class Settings:
     def correction_weight(self, share: float = 1.0) -> float:
         """Return the factor c of the correction g(w + eps) - g(w), measured on a share of the examples.
 
-        By default SAM keeps its strength: 1 / share, and k times as much if only every k-th step has a correction.
+        By default SAM keeps its strength: 1 / share.
         """
-        return self.every / share if self.weight is None else self.weight
+        return 1 / share if self.weight is None else self.weight

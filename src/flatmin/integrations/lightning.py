@@ -35,7 +35,7 @@ class SAMCallback(pl.Callback):
             1 + part passes. Batches must be a tensor, or a tuple, list or dict of tensors; ``training_step`` must
             return the mean loss. What it logs comes from the rest.
         log: whether to log ``sharpness`` and ``grad_norm``.
-        **settings: all other settings of :class:`flatmin.SAM`, such as ``every=4``.
+        **settings: all other settings of :class:`flatmin.SAM`, such as ``adaptive=True``.
 
     Raises:
         TypeError, ValueError: a setting that SAM does not take, now; when ``fit`` starts: gradient accumulation with

@@ -27,7 +27,7 @@ class SAMMixin(_Trainer):
     ``sam_grad_norm``, the norm of the gradient at w. ``grad_norm`` is that of SAM's gradient, which is clipped.
 
     Args:
-        sam: the settings of :class:`flatmin.SAM`, such as ``{"rho": 0.05, "every": 4}``, and ``part``: the share of
+        sam: the settings of :class:`flatmin.SAM`, such as ``{"rho": 0.05, "p": 2}``, and ``part``: the share of
             each micro-batch that SAM is applied to. Inputs must then be tensors of examples.
 
     Raises:

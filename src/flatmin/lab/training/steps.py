@@ -87,12 +87,16 @@ class Stepper:
                 adaptive=False if self.optim.adaptive is None else self.optim.adaptive,
                 ascent_steps=self.optim.ascent_steps,
                 direction=self.optim.direction,
-                every=self.optim.every,
-                weight=self.optim.weight,
+                weight=self._correction_weight(),
                 generator=self.generator if self.optim.direction == "random" else None,
                 model=self.forward,
                 sync_perturbation=self.optim.sync_perturbation,
             )
+
+    def _correction_weight(self) -> float | None:
+        """Return the weight that keeps SAM's strength where only every k-th step has a correction."""
+        optim = self.optim
+        return optim.every / optim.part if optim.weight is None and optim.every > 1 else optim.weight
 
     def step(self, batch: Batch, number: int, lr: float) -> StepMetrics:
         """Take step ``number`` of the run on this worker's part of a batch."""
@@ -102,6 +106,8 @@ class Stepper:
         torch.manual_seed(torch_seed(self.seed, Purpose.NETWORK_NOISE, number, self.workers.rank))
         shared = 0 if self.optim.sync_perturbation else self.workers.rank
         self.generator.manual_seed(torch_seed(self.seed, Purpose.PERTURBATION, number, shared))
+        if isinstance(self.optimizer, SAM) and self.optim.every > 1:
+            self.optimizer.rho = 0.0 if number % self.optim.every else self.optim.rho  # 0: a plain step
         if self.optim.rho == 0:
             measured = self._plain_step(batch)
         elif self.optim.second_order:
