@@ -35,7 +35,7 @@ def many_jobs(count, epochs):
     return [Job(experiment=experiments[i % 4], seed=i // 4) for i in range(count)]
 
 
-def fails_at_first(job, runs, data_root, checkpoint_seconds):
+def fails_at_first(job, runs, **settings):
     """Fail twice, then run."""
     attempts = runs / f"{job.name}.attempts"
     attempts.parent.mkdir(exist_ok=True)
@@ -43,17 +43,24 @@ def fails_at_first(job, runs, data_root, checkpoint_seconds):
         file.write("x")
     if len(attempts.read_text()) < 3:
         return JobStatus(kind="failed", message="ValueError: not yet")
-    return run_job(job, runs, data_root, checkpoint_seconds)
+    return run_job(job, runs, **settings)
 
 
-def tells_threads(job, runs, data_root, checkpoint_seconds):
+def tells_threads(job, runs, **settings):
     """Run, and write down how many threads there are, and what the environment said."""
     import torch
 
     facts = {"torch": torch.get_num_threads(), "environment": os.environ["OMP_NUM_THREADS"]}
     runs.mkdir(exist_ok=True)
     (runs / "threads.json").write_text(json.dumps(facts))
-    return run_job(job, runs, data_root, checkpoint_seconds)
+    return run_job(job, runs, **settings)
+
+
+def tells_settings(job, runs, **settings):
+    """Run, and write down how."""
+    runs.mkdir(parents=True, exist_ok=True)
+    (runs / "settings.json").write_text(json.dumps(settings))
+    return run_job(job, runs, **settings)
 
 
 def does_not_stop(job, folder):
@@ -67,6 +74,12 @@ def does_not_stop(job, folder):
 def breaks_its_device(job):
     """Tell in which process it ran; the first job breaks the device."""
     return JobStatus(kind="failed", message=str(os.getpid()), is_device_broken=job.seed == 0)
+
+
+def breaks_its_device_on_a_node(job, folder):
+    """Write down in which process it ran; the first job breaks the device."""
+    (folder / str(job.seed)).write_text(str(os.getpid()))
+    return JobStatus(kind="failed", message="CUDA error: unknown", is_device_broken=job.seed == 0)
 
 
 def handles_errors(job, folder):

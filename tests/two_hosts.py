@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -28,6 +28,7 @@ class Host:
     disk: Path
     path: Path
     """Where the host itself sees its disk."""
+    processes: list = field(default_factory=list)
 
     def start(self, command, disk=None, **environment):
         """Start a command on the host; its output is in files, so that no pipe fills up."""
@@ -46,6 +47,7 @@ class Host:
                 start_new_session=True,
             )
         process.log = log
+        self.processes.append(process)
         return process
 
     def kill(self):
@@ -99,6 +101,8 @@ def two_hosts(folder):
             _ip("-n", host.namespace, "address", "add", f"{host.address}/24", "dev", "eth0")
             _ip("-n", host.namespace, "link", "set", "lo", "up")
             _ip("-n", host.namespace, "link", "set", "eth0", "up")
+            # It leads nowhere, but Ray asks the routing table for the host's address.
+            _ip("-n", host.namespace, "route", "add", "default", "dev", "eth0")
         probe = hosts[0].start(["true"])
         text = output(probe)
         if probe.returncode != 0:
@@ -107,6 +111,8 @@ def two_hosts(folder):
     finally:
         for host in hosts:
             host.kill()
+            for process in host.processes:
+                process.wait()
             subprocess.run(["ip", "netns", "delete", host.namespace], check=False)
 
 

@@ -1,10 +1,13 @@
 """`flatmin reproduce`: what an item needs is looked for before the first one begins, and names must mean something."""
 
+import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+import sweep_process
 from flatmin.cli import main
 from flatmin.lab.commands import report
 from flatmin.lab.errors import DataError, ModelError
@@ -15,6 +18,7 @@ from flatmin.lab.studies.findings import Findings
 from flatmin.lab.studies.item import Item
 from flatmin.lab.studies.plan import plan, with_all_missing
 from flatmin.lab.sweeps import preflight as inputs_module
+from flatmin.lab.sweeps import sweep
 from flatmin.lab.sweeps.jobs import Job
 from flatmin.lab.sweeps.preflight import Inputs
 from flatmin.lab.sweeps.runners import ReadOnlyRunner
@@ -179,3 +183,11 @@ def test_runs_that_follow_from_open_choices_count_as_missing(tmp_path):
     num_planned = len(plan(study, "laptop").jobs)
     assert found.num_missing < num_planned
     assert with_all_missing(found, study, archive).num_missing == num_planned
+
+
+@pytest.mark.parametrize("flag", [(), ("--deterministic",)])
+def test_deterministic_reaches_the_processes(flag, monkeypatch):
+    monkeypatch.setattr(sweep, "run_job", sweep_process.tells_settings)
+    monkeypatch.setattr(report, "ITEMS", {"quick": item("quick", QUICK)})
+    assert main(["reproduce", "quick", "--scale", "smoke", "--runs", "runs", "--processes", "1", *flag]) == 0
+    assert json.loads(Path("runs/settings.json").read_text())["deterministic"] is bool(flag)

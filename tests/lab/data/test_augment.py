@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from flatmin.lab.data import augment
 from flatmin.lab.data.augment import Draw
-from flatmin.lab.data.autoaugment import SIGNED, _strength, apply_operation, auto_augment, policy_pairs
+from flatmin.lab.data.autoaugment import SIGNED, _strength, apply_operation, auto_augment, draw_operations, policy_pairs
 from flatmin.lab.data.images import middle_box, padded_middle_box, random_crop_box
 from flatmin.lab.data.torchvision_operators import torchvision
 
@@ -27,7 +27,7 @@ def draw(n=12, seed=0, epoch=1):
 
 def test_basic_augmentation_is_flip_pad_and_crop_image_by_image():
     images = some_images(200, size=8)
-    out = augment.flip_and_crop(images, draw(200))
+    out = augment.flip_and_crop(images, augment.draw_crops(draw(200)))
     seen = set()
     for image, result in zip(images, out, strict=True):
         found = [
@@ -48,9 +48,9 @@ def test_basic_augmentation_is_flip_pad_and_crop_image_by_image():
 
 
 AUGMENTATIONS = [
-    lambda x, d: augment.flip_and_crop(x, d),
-    lambda x, d: auto_augment(x, d, "cifar10"),
-    lambda x, d: augment.cutout(x.float(), d, 16),
+    lambda x, d: augment.flip_and_crop(x, augment.draw_crops(d)),
+    lambda x, d: auto_augment(x, *draw_operations(d, "cifar10", x.shape[-2:])),
+    lambda x, d: augment.cutout(x.float(), augment.draw_cutouts(d, 32, 32), 16),
 ]
 
 
@@ -79,7 +79,7 @@ def test_normalize_is_the_formula_and_channels_last():
 @pytest.mark.parametrize("size", [1, 5, 16])
 def test_cutout_blanks_one_square_around_a_uniform_centre(size):
     images = torch.ones(500, 1, 9, 9)
-    out = augment.cutout(images.clone(), draw(500), size)
+    out = augment.cutout(images.clone(), augment.draw_cutouts(draw(500), 9, 9), size)
     centers = set()
     for image in out[:, 0]:
         rows, columns = (image == 0).any(1).nonzero().flatten(), (image == 0).any(0).nonzero().flatten()
@@ -98,7 +98,7 @@ def test_cutout_blanks_one_square_around_a_uniform_centre(size):
 
 
 def test_a_shared_cutout_mask_is_the_same_for_the_whole_batch():
-    out = augment.cutout(torch.ones(20, 3, 32, 32), draw(20), 16, shared=True)
+    out = augment.cutout(torch.ones(20, 3, 32, 32), augment.draw_cutouts(draw(20), 32, 32, shared=True), 16)
     assert all(torch.equal(image, out[0]) for image in out)
 
 
@@ -140,7 +140,8 @@ def test_autoaugment_applies_the_drawn_pair_to_each_image():
                     strength = -strength
                 result = apply_operation(result, operation, strength)
         expected.append(result[0])
-    assert torch.equal(auto_augment(images, keys, "cifar10"), torch.stack(expected))
+    found = auto_augment(images, *draw_operations(keys, "cifar10", images.shape[-2:]))
+    assert torch.equal(found, torch.stack(expected))
     assert len(set(chosen.tolist())) > 15
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flatmin.lab.data import augment
 from flatmin.lab.data.datasets import load_dataset
 from flatmin.lab.data.images import MemoryImages
 from flatmin.lab.data.pipeline import Pipeline, epoch_batches, even_cuts
@@ -157,15 +158,73 @@ class CountCopies(TorchDispatchMode):
         return result
 
 
-def test_a_device_gets_few_copies_per_batch():
-    """Pixels, two sets of labels, the places of the crop and those of Cutout: not one copy for each random number."""
-    data = Data(train_size=40, batch_size=20, augment="cutout")
-    images, pipeline = load_dataset(data).train, replace(a_pipeline(data), device=torch.device("meta"))
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"augment": "none"},
+        {"augment": "basic"},
+        {"augment": "cutout", "mixup": 0.5},
+        {"augment": "autoaugment", "cutout_shared": True},
+        {"augment": "autoaugment", "name": "svhn"},
+    ],
+    ids=str,
+)
+def test_a_device_gets_one_copy_per_batch(changes):
+    """Images, labels and all that was drawn go together, whatever is done with them there."""
+    data = Data(**{"name": "cifar10", "batch_size": 20, **changes})
+    pixels = torch.randint(0, 256, (40, 3, 32, 32), dtype=torch.uint8)
+    images = MemoryImages(pixels=pixels, labels=np.zeros(40, dtype=np.int64))
+    pipeline = replace(a_pipeline(data), device=torch.device("meta"))
     examples = epoch_batches(40, data, 0, 0)[0]
-    pipeline._training_batch(images, 0, 0, examples)  # mean and standard deviation are copied once
-    with CountCopies() as count:
-        pipeline._training_batch(images, 0, 0, examples)
-    assert count.copies == 5
+    pipeline._training_batch(images, 0, 0, examples)  # mean, standard deviation, ways of moving pixels: once per run
+    for make in (
+        lambda: pipeline._training_batch(images, 0, 0, examples),
+        lambda: pipeline._evaluation_batch(images, 0, examples),
+    ):
+        with CountCopies() as count:
+            batch = make()
+        assert count.copies == 1
+        assert batch.inputs.device.type == batch.labels.device.type == batch.partner_labels.device.type == "meta"
+
+
+class AnotherDevice(TorchDispatchMode):
+    """Keeps data on the CPU that were sent to "meta", so that they can be looked at."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if kwargs and kwargs.get("device") == torch.device("meta"):
+            kwargs = kwargs | {"device": torch.device("cpu")}
+        return function(*args, **kwargs or {})
+
+
+def test_tensors_that_are_copied_together_arrive_as_they_were():
+    tensors = [
+        torch.arange(5, dtype=torch.uint8),
+        torch.randn(2, 3, dtype=torch.float64),
+        torch.empty(0, dtype=torch.int64),
+        torch.arange(24, dtype=torch.uint8).reshape(2, 3, 2, 2),
+        torch.tensor([7, -1])[:1].expand(4),
+        torch.randn(3),
+    ]
+    with AnotherDevice():
+        moved = augment.copy_together(tensors, torch.device("meta"))
+    for before, after in zip(tensors, moved, strict=True):
+        assert before.dtype == after.dtype
+        assert torch.equal(before, after)
+
+
+def test_copies_to_a_gpu_come_from_pinned_memory_and_do_not_block(monkeypatch):
+    """Without a GPU, only what torch is asked for can be seen."""
+    asked = []
+    empty, to = torch.empty, torch.Tensor.to
+    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: asked.append(pin_memory) or empty(*a, **k))
+
+    def record(tensor, device, **settings):
+        asked.append((str(device), settings))
+        return to(tensor, "cpu")
+
+    monkeypatch.setattr(torch.Tensor, "to", record)
+    augment.copy_together([torch.ones(3), torch.ones(2)], torch.device("cuda"))
+    assert asked == [True, ("cuda", {"non_blocking": True})]
 
 
 @pytest.mark.parametrize(("device", "is_ahead"), [("cpu", False), ("meta", True)])

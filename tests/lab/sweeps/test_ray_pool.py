@@ -1,5 +1,6 @@
 """A sweep on a Ray cluster of two nodes, one of which is killed."""
 
+import functools
 import json
 import os
 import signal
@@ -18,7 +19,8 @@ from ray.cluster_utils import Cluster  # noqa: E402
 import sweep_process  # noqa: E402
 from flatmin.lab.errors import RunError  # noqa: E402
 from flatmin.lab.runs.checkpoint import checkpoints  # noqa: E402
-from flatmin.lab.sweeps import ray_pool as sweep_ray  # noqa: E402
+from flatmin.lab.sweeps import ray_pool, run_files  # noqa: E402
+from flatmin.lab.sweeps.jobs import Job  # noqa: E402
 from flatmin.lab.sweeps.sweep import sweep  # noqa: E402
 from flatmin.lab.training.engine import train  # noqa: E402
 from sweep_process import many_jobs  # noqa: E402
@@ -39,12 +41,47 @@ def cluster():
     cluster.shutdown()
 
 
-def test_a_folder_that_a_node_does_not_see_is_refused(cluster, tmp_path, monkeypatch):
-    monkeypatch.setattr(sweep_ray, "_probe_on_node", lambda probe, node: None)
-    with pytest.raises(RunError, match="has to be on a file system that all nodes share"):
+def test_a_directory_that_the_ray_node_here_does_not_see_is_an_error(cluster, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_files.RunStore, "exists", lambda self, path: False)
+    with pytest.raises(RunError, match="The Ray node of this machine does not see"):
         sweep(many_jobs(1, 1), runs=tmp_path, engine="ray", address=cluster.address)
     assert list(tmp_path.iterdir()) == []
     assert not ray.is_initialized()
+
+
+def test_nodes_that_do_not_see_the_directory_of_runs_send_their_files(cluster, tmp_path, monkeypatch):
+    start = ray_pool.RayPool._start_store
+
+    def start_unseen(pool):
+        start(pool)
+        pool.token.unlink()
+
+    monkeypatch.setattr(ray_pool.RayPool, "_start_store", start_unseen)
+    jobs, runs = many_jobs(3, 2), tmp_path / "runs"
+    outcomes = sweep(jobs, runs=runs, engine="ray", address=cluster.address)
+    assert all(outcome.complete for outcome in outcomes)
+    for job in jobs:
+        whole = train(job.experiment, seed=job.seed, runs=tmp_path / "whole").directory
+        assert (runs / job.name / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+        assert {path.name for path in (runs / job.name).iterdir()} == {path.name for path in whole.iterdir()}
+        assert len(checkpoints(runs / job.name / "checkpoints")) == len(checkpoints(whole / "checkpoints"))
+    assert sorted(path.name for path in runs.iterdir()) == sorted(job.name for job in jobs)
+
+
+def test_a_worker_whose_device_broke_gets_no_other_job(cluster, tmp_path):
+    ray.cloudpickle.register_pickle_by_value(sweep_process)  # the nodes cannot import it
+    run = functools.partial(sweep_process.breaks_its_device_on_a_node, folder=tmp_path)
+    statuses = []
+    with ray_pool.RayPool(run, tmp_path / "runs", cluster.address, processes=1, threads=1) as pool:
+        for seed in (1, 0, 2, 3, 4):
+            pool.start(Job(experiment=sweep_process.tiny(), seed=seed))
+            while not (ended := pool.poll(0.1)):
+                pass
+            statuses.append(ended[0][1].kind)
+    processes = {seed: (tmp_path / str(seed)).read_text() for seed in range(5)}
+    assert statuses == ["failed", "died", "failed", "failed", "failed"]
+    assert processes[0] not in (processes[2], processes[3], processes[4])
+    assert len(set(processes.values())) < 5  # the others are used again
 
 
 def test_a_node_that_is_killed_costs_only_what_its_job_did_since_its_checkpoint(cluster, tmp_path):

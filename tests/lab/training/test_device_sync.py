@@ -49,7 +49,9 @@ class FewSteps:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("data", [{"augment": "basic"}, {"augment": "cutout", "mixup": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "data", [{"augment": "basic"}, {"augment": "cutout", "mixup": 0.5}, {"augment": "autoaugment"}], ids=str
+)
 def test_the_loop_does_not_wait_for_the_device(changes, data, tmp_path, monkeypatch):
     experiment = Experiment(
         data=Data(train_size=80, batch_size=20, **data),

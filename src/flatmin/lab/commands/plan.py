@@ -90,12 +90,9 @@ def _rounded(value: float) -> str:
 def _commands(items: str, scale: str, jobs: list[Job]) -> list[str]:
     reproduce = f"flatmin reproduce {items} --scale {scale}"
     lines = ["", "One host, all its GPUs (or cores):", f"  {reproduce}"]
-    lines += [
-        "",
-        "Several hosts with Ray (--runs must be on a file system that all of them see; each needs the datasets):",
-    ]
+    lines += ["", "Several hosts with Ray (each needs the datasets):"]
     lines += ["  ray start --head --port 6379                 # on the first host", "  ray start --address HOST1:6379"]
-    lines += [f"  {reproduce} --engine ray --address auto --runs SHARED"]
+    lines += [f"  {reproduce} --engine ray --address auto"]
     if jobs:
         largest = max(jobs, key=lambda job: training_flops([job]))
         flags = shlex.join(train_flags(largest.experiment))

@@ -51,6 +51,8 @@ class Reproduce:
     """The first directory in which datasets are searched for (then FLATMIN_DATA, ./data, the user's cache)."""
     checkpoint_seconds: float = CHECKPOINT_SECONDS
     """Save after this many seconds of training."""
+    deterministic: bool = False
+    """On CUDA, use only deterministic algorithms: slower, and bitwise the same when repeated or resumed."""
     plan: bool = False
     """Run nothing: print how many models, image passes, FLOPs, GPU hours and bytes it takes, and the commands."""
     images_per_second: float | None = None
@@ -90,6 +92,7 @@ class Reproduce:
             processes=self.processes,
             threads=self.threads,
             checkpoint_seconds=self.checkpoint_seconds,
+            deterministic=self.deterministic,
             console=console,
         ) as sweeper:
             runner: Runner = FilteredRunner(sweeper, archive, self.only) if self.only else sweeper

@@ -1,10 +1,11 @@
-"""Augmentation of whole batches, as pure functions of images and keys (seed, epoch, example).
+"""Augmentation of whole batches, as pure functions of images and of integers drawn from keys (seed, epoch, example).
 
-Images are uint8 tensors (N, C, H, W) until `normalize` makes floats of them. What the functions draw depends
-neither on the batch an example is in nor on its place there, so a resumed or re-sharded run sees the same
-images.
+Images are uint8 tensors (N, C, H, W) until `normalize` makes floats of them. What is drawn depends neither on
+the batch an example is in nor on its place there, so a resumed or re-sharded run sees the same images. It is drawn
+on the host, and goes to the device together with the images (`copy_together`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -34,30 +35,38 @@ class Draw:
         """Return an integer in [0, below) for each image."""
         return torch.from_numpy(integers(below, self.seed, purpose, self.epoch, *keys, self.examples))
 
-    def on_device(self, device: torch.device, *wanted: tuple[int, Purpose]) -> list[Tensor]:
-        """Return several times an integer in [0, below) for each image, given (below, purpose), with one copy."""
-        return list(to_device(torch.stack([self.integers(below, purpose) for below, purpose in wanted]), device))
-
     def uniform(self, purpose: Purpose, *keys: int) -> Tensor:
         """Return a number in [0, 1) for each image, float64."""
         return torch.from_numpy(uniform(self.seed, purpose, self.epoch, *keys, self.examples))
 
 
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor of the host to a device; to a GPU from pinned memory, so that the host need not wait."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+def copy_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Copy tensors of the host to a device in one piece; to a GPU from pinned memory, without waiting."""
+    if device.type == "cpu":
+        return list(tensors)
+    # Wide numbers first, so that each tensor begins at a multiple of its element size.
+    order = sorted(range(len(tensors)), key=lambda i: -tensors[i].element_size())
+    parts = [tensors[i].contiguous().view(-1).view(torch.uint8) for i in order]
+    piece = torch.empty(sum(map(len, parts)), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    moved = torch.split(torch.cat(parts, out=piece).to(device, non_blocking=True), [len(part) for part in parts])
+    found = {i: part.view(tensors[i].dtype).view(tensors[i].shape) for i, part in zip(order, moved, strict=True)}
+    return [found[i] for i in range(len(tensors))]
 
 
-def flip_and_crop(images: Tensor, draw: Draw, padding: int = PADDING) -> Tensor:
+def draw_crops(draw: Draw, padding: int = PADDING) -> Tensor:
+    """Return for each image whether it is mirrored, and the row and the column where it is cut out: (3, N)."""
+    places = 2 * padding + 1
+    wanted = ((2, Purpose.FLIP), (places, Purpose.CROP_ROW), (places, Purpose.CROP_COLUMN))
+    return torch.stack([draw.integers(below, purpose) for below, purpose in wanted])
+
+
+def flip_and_crop(images: Tensor, crops: Tensor, padding: int = PADDING) -> Tensor:
     """Mirror each image with probability 1/2, pad with black, cut out its size at a random place.
 
-    This is the paper's basic augmentation (Section 3.1).
+    This is the paper's basic augmentation (Section 3.1). What is random comes from `draw_crops`.
     """
     height, width = images.shape[-2:]
-    places = 2 * padding + 1
-    flips, rows, columns = draw.on_device(
-        images.device, (2, Purpose.FLIP), (places, Purpose.CROP_ROW), (places, Purpose.CROP_COLUMN)
-    )
+    flips, rows, columns = crops
     flipped = torch.where(flips.bool()[:, None, None, None], images.flip(-1), images)
     padded = F.pad(flipped, (padding,) * 4)
     # All windows of all images as a view (N, C, 2p + 1, 2p + 1, H, W); one of each is copied.
@@ -78,26 +87,29 @@ def _scale_and_shift(mean: tuple[float, ...], std: tuple[float, ...], device: to
     return scale.float().to(device)[:, None, None], shift.float().to(device)[:, None, None]
 
 
-def cutout(images: Tensor, draw: Draw, size: int, *, shared: bool = False) -> Tensor:
-    """Replace a square of each normalized image by the mean color (0), in place (DeVries and Taylor, 2017).
+def draw_cutouts(draw: Draw, height: int, width: int, *, shared: bool = False) -> Tensor:
+    """Return the row and the column of the center of each image's square, uniform over the pixels: (2, N).
 
-    The square's center is uniform over the pixels, so that it may lie partly outside.
+    ``shared``: one place for the whole batch, that of its first image, as in the reference code.
+    """
+    wanted = ((height, Purpose.CUTOUT_ROW), (width, Purpose.CUTOUT_COLUMN))
+    centers = torch.stack([draw.integers(below, purpose) for below, purpose in wanted])
+    return centers[:, :1].expand_as(centers) if shared else centers
+
+
+def cutout(images: Tensor, centers: Tensor, size: int) -> Tensor:
+    """Replace a square of each normalized image by the mean color (0), in place (DeVries and Taylor, 2017).
 
     Args:
         images: normalized, float.
-        draw: the keys of the images.
+        centers: of the squares (`draw_cutouts`); a square may lie partly outside.
         size: side of the square in pixels.
-        shared: one place for the whole batch, that of its first image, as in the reference code.
 
     Returns:
         ``images``.
     """
     height, width = images.shape[-2:]
-    center_rows, center_columns = draw.on_device(
-        images.device, (height, Purpose.CUTOUT_ROW), (width, Purpose.CUTOUT_COLUMN)
-    )
-    if shared:
-        center_rows, center_columns = (c[:1].expand(len(images)) for c in (center_rows, center_columns))
+    center_rows, center_columns = centers
     inside_rows = _covered(center_rows, height, size)[:, None, :, None]
     inside_columns = _covered(center_columns, width, size)[:, None, None, :]
     return images.masked_fill_(inside_rows & inside_columns, 0.0)

@@ -7,12 +7,13 @@ the same operation are taken together, and a batch costs some fifty calls instea
 
 import math
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from flatmin.lab.data.augment import Draw, to_device
+from flatmin.lab.data.augment import Draw
 from flatmin.lab.data.randomness import Purpose
 from flatmin.lab.data.torchvision_operators import torchvision
 
@@ -34,20 +35,31 @@ SIGNED = {
 }
 
 
-def auto_augment(images: Tensor, draw: Draw, policy: PolicyName) -> Tensor:
-    """Return each image after the two operations of a random pair, each done with its probability.
+class Group(NamedTuple):
+    """Images of a batch that undergo the same operation."""
+
+    operation: str
+    strength: float
+    """Signed, in the operation's own unit."""
+    size: int
+    """How many images."""
+
+
+def draw_operations(draw: Draw, policy: PolicyName, size: torch.Size) -> tuple[list[Group], Tensor]:
+    """Draw a pair of operations for each image, and whether each of the two is done, with its probability.
 
     Args:
-        images: uint8, (N, 1 or 3, H, W).
         draw: the keys of the images.
         policy: for which dataset the policy was learned.
+        size: height and width of the images.
 
     Returns:
-        New uint8 images of the same shape.
+        The groups, those of the first stage first, and the numbers of their images, group after group.
     """
     pairs = policy_pairs(policy)
     chosen = draw.integers(len(pairs), Purpose.POLICY)
-    images = images.clone()
+    found: list[Group] = []
+    members: list[Tensor] = [torch.empty(0, dtype=torch.int64)]
     for stage in range(2):
         applied = draw.uniform(Purpose.POLICY_APPLIED, stage)
         negative = draw.integers(2, Purpose.POLICY_SIGN, stage).bool()
@@ -56,18 +68,22 @@ def auto_augment(images: Tensor, draw: Draw, policy: PolicyName) -> Tensor:
         for number, pair in enumerate(pairs):
             operation, probability, level = pair[stage]
             takes = (chosen == number) & (applied < probability)
-            strength = _strength(operation, level, images.shape[-2:])
+            strength = _strength(operation, level, size)
             for sign in (-1, 1) if operation in SIGNED else (1,):
                 mask = takes & (negative == (sign < 0)) if operation in SIGNED else takes
                 if mask.any():
                     groups.setdefault((operation, sign * strength), []).append(mask)
-        members = [torch.stack(masks).any(0).nonzero().squeeze(1) for masks in groups.values()]
-        if members:
-            everyone = to_device(torch.cat(members), images.device)  # one copy for all groups
-            for (operation, strength), index in zip(
-                groups, torch.split(everyone, [len(m) for m in members]), strict=True
-            ):
-                images[index] = apply_operation(images[index], operation, strength)
+        for (operation, strength), masks in groups.items():
+            members.append(torch.stack(masks).any(0).nonzero().squeeze(1))
+            found.append(Group(operation, strength, len(members[-1])))
+    return found, torch.cat(members)
+
+
+def auto_augment(images: Tensor, groups: list[Group], members: Tensor) -> Tensor:
+    """Return uint8 images (N, 1 or 3, H, W) after the operations that `draw_operations` drew for them."""
+    images = images.clone()
+    for group, index in zip(groups, torch.split(members, [group.size for group in groups]), strict=True):
+        images[index] = apply_operation(images[index], group.operation, group.strength)
     return images
 
 
@@ -84,17 +100,9 @@ def apply_operation(images: Tensor, operation: str, strength: float) -> Tensor:
     """Return images (N, C, H, W) after one operation, with its signed strength in its own unit."""
     result: Tensor
     match operation:
-        case "ShearX" | "ShearY":
-            # The strength is the slope itself; torchvision takes the angle.
-            angle = math.degrees(math.atan(strength))
-            shear = [angle, 0.0] if operation == "ShearX" else [0.0, angle]
-            result = tv.affine(images, angle=0.0, translate=[0, 0], scale=1.0, shear=shear, center=[0, 0])
-        case "TranslateX":
-            result = tv.affine(images, angle=0.0, translate=[int(strength), 0], scale=1.0, shear=[0.0, 0.0])
-        case "TranslateY":
-            result = tv.affine(images, angle=0.0, translate=[0, int(strength)], scale=1.0, shear=[0.0, 0.0])
-        case "Rotate":
-            result = tv.rotate(images, strength)
+        case "ShearX" | "ShearY" | "TranslateX" | "TranslateY" | "Rotate":
+            source = _source_pixels(operation, strength, *images.shape[-2:], images.device)
+            result = F.pad(images.flatten(2), (1, 0))[..., source].view(images.shape)
         case "Brightness":
             result = tv.adjust_brightness(images, 1 + strength)
         case "Color":
@@ -110,12 +118,46 @@ def apply_operation(images: Tensor, operation: str, strength: float) -> Tensor:
         case "AutoContrast":
             result = tv.autocontrast(images)
         case "Equalize":
-            result = tv.equalize(images)
+            result = _equalize(images)
         case "Invert":
             result = tv.invert(images)
         case _:
             raise ValueError(f"AutoAugment has no operation {operation!r}.")
     return result
+
+
+@cache
+def _source_pixels(operation: str, strength: float, height: int, width: int, device: torch.device) -> Tensor:
+    """Return where each pixel of a moved image comes from: 0 for black, i + 1 for the image's i-th pixel.
+
+    torchvision, which takes the nearest pixel, moves an image of these numbers. It would send a matrix to the device
+    for each group of each batch; this is sent once.
+    """
+    numbers = torch.arange(1, height * width + 1, dtype=torch.float32).view(1, 1, height, width)
+    match operation:
+        case "ShearX" | "ShearY":
+            # The strength is the slope itself; torchvision takes the angle.
+            angle = math.degrees(math.atan(strength))
+            shear = [angle, 0.0] if operation == "ShearX" else [0.0, angle]
+            moved = tv.affine(numbers, angle=0.0, translate=[0, 0], scale=1.0, shear=shear, center=[0, 0])
+        case "TranslateX" | "TranslateY":
+            translate = [int(strength), 0] if operation == "TranslateX" else [0, int(strength)]
+            moved = tv.affine(numbers, angle=0.0, translate=translate, scale=1.0, shear=[0.0, 0.0])
+        case _:
+            moved = tv.rotate(numbers, strength)
+    return moved.flatten().long().to(device)
+
+
+def _equalize(images: Tensor) -> Tensor:
+    """Return images with flat histograms, as torchvision's `equalize`, which waits for the device for each image."""
+    values = images.flatten(2).long()
+    histogram = values.new_zeros((*values.shape[:2], 256)).scatter_add_(2, values, torch.ones_like(values))
+    others = values.shape[2] - histogram.gather(2, values.amax(2, keepdim=True))  # all pixels but the brightest
+    step = others // 255
+    table = (histogram.cumsum(2) + step // 2) // step.clamp(min=1)
+    table = F.pad(table, (1, 0))[..., :-1].clamp(0, 255)
+    equalized = table.gather(2, values).to(torch.uint8).view(images.shape)
+    return torch.where((step == 0)[..., None], images, equalized)
 
 
 def _strength(operation: str, level: int | None, size: torch.Size) -> float:

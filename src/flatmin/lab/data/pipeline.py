@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flatmin.lab.data import augment
-from flatmin.lab.data.augment import Draw, to_device
+from flatmin.lab.data.augment import Draw, copy_together
 from flatmin.lab.data.images import FileImages, Images
 from flatmin.lab.data.randomness import Purpose, permutation
 from flatmin.lab.spec.datasets import DatasetInfo
@@ -97,11 +97,12 @@ class Pipeline:
         return _made_ahead(jobs) if ahead else (job() for job in jobs)
 
     def _evaluation_batch(self, images: Images, number: int, examples: NDArray[np.int64]) -> Batch:
-        labels = self._labels(images, examples)
+        pixels = images.fetch(Draw(seed=self.seed, epoch=0, examples=examples), augment=False)
+        pixels, labels = copy_together([pixels, _labels(images, examples)], self.device)
         return Batch(
             number=number,
             examples=examples,
-            inputs=self._inputs(images, Draw(seed=self.seed, epoch=0, examples=examples), augmented=False),
+            inputs=self._resized(augment.normalize(pixels, self.mean, self.std)),
             labels=labels,
             partner_labels=labels,
             own_weight=1.0,
@@ -120,37 +121,55 @@ class Pipeline:
             # workers.
             partners = examples[permutation(len(examples), self.seed, Purpose.MIXUP_PARTNER, epoch, number)][mine]
             needed, places = np.unique(np.concatenate([own, partners]), return_inverse=True)
-        inputs = self._inputs(images, Draw(seed=self.seed, epoch=epoch, examples=needed), augmented=True)
+        host = [_labels(images, own), _labels(images, partners), torch.from_numpy(places)]
+        inputs, (labels, partner_labels, indices) = self._augmented(
+            images, Draw(seed=self.seed, epoch=epoch, examples=needed), host
+        )
         if weight != 1.0:
-            own_places, partner_places = to_device(torch.from_numpy(places.reshape(2, -1)), self.device)
+            own_places, partner_places = indices.view(2, -1)
             inputs = inputs[own_places].mul_(weight).add_(inputs[partner_places], alpha=1 - weight)
         return Batch(
             number=number,
             examples=own,
             inputs=inputs,
-            labels=self._labels(images, own),
-            partner_labels=self._labels(images, partners),
+            labels=labels,
+            partner_labels=partner_labels,
             own_weight=weight,
             share=len(own) * self.num_workers / len(examples),
         )
 
-    def _labels(self, images: Images, examples: NDArray[np.int64]) -> Tensor:
-        return to_device(torch.from_numpy(images.labels[examples]), self.device)
-
-    def _inputs(self, images: Images, draw: Draw, *, augmented: bool) -> Tensor:
-        kind = self.data.augment if augmented else "none"
-        pixels = to_device(images.fetch(draw, augment=augmented), self.device)
-        svhn_policy = kind == "autoaugment" and self.info.policy == "svhn"
-        if kind in ("basic", "cutout", "autoaugment") and not svhn_policy:
-            pixels = augment.flip_and_crop(pixels, draw)
+    def _augmented(self, images: Images, draw: Draw, others: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """Return augmented images and the other tensors on the device: all that goes there goes in one copy."""
+        kind = self.data.augment
+        is_cut = kind in ("basic", "cutout") or (kind == "autoaugment" and self.info.policy != "svhn")
+        is_masked = kind in ("cutout", "autoaugment")
+        pixels = images.fetch(draw, augment=True)
+        size = pixels.shape[-2:]
+        crops = centers = members = torch.empty(0, dtype=torch.int64)
+        if is_cut:
+            crops = augment.draw_crops(draw)
+        if is_masked:
+            centers = augment.draw_cutouts(draw, *size, shared=self.data.cutout_shared)
         if kind == "autoaugment":
-            from flatmin.lab.data.autoaugment import auto_augment  # needs torchvision, which is slow to import
+            from flatmin.lab.data.autoaugment import auto_augment, draw_operations  # torchvision is slow to import
 
-            pixels = auto_augment(pixels, draw, self.info.policy)
+            groups, members = draw_operations(draw, self.info.policy, size)
+        pixels, crops, centers, members, *moved = copy_together([pixels, crops, centers, members, *others], self.device)
+        if is_cut:
+            pixels = augment.flip_and_crop(pixels, crops)
+        if kind == "autoaugment":
+            pixels = auto_augment(pixels, groups, members)
         inputs = augment.normalize(pixels, self.mean, self.std)
-        if kind in ("cutout", "autoaugment"):
-            inputs = augment.cutout(inputs, draw, self.data.cutout_size, shared=self.data.cutout_shared)
+        if is_masked:
+            inputs = augment.cutout(inputs, centers, self.data.cutout_size)
+        return self._resized(inputs), moved
+
+    def _resized(self, inputs: Tensor) -> Tensor:
         return augment.resize(inputs, self.data.image_size, self.data.resize) if self.data.image_size else inputs
+
+
+def _labels(images: Images, examples: NDArray[np.int64]) -> Tensor:
+    return torch.from_numpy(images.labels[examples])
 
 
 def _made_ahead(jobs: Sequence[Callable[[], Batch]]) -> Iterator[Batch]:

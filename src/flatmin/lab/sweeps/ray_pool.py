@@ -1,12 +1,14 @@
 """The processes of a sweep on a Ray cluster, on however many nodes.
 
 A worker or node that dies is seen by Ray; the sweep then restarts the job, as it does on one machine, and the job
-resumes from its checkpoint. So the directory of runs has to be on a file system that all nodes share.
+resumes from its checkpoint. A node that does not see the directory of runs gets the files it needs before a job, and
+sends back what changes during one.
 """
 
 import logging
 import os
 import signal
+import tempfile
 import threading
 import time
 import uuid
@@ -19,16 +21,17 @@ import torch
 from flatmin.lab.data.roots import ENVIRONMENT_VARIABLE
 from flatmin.lab.errors import RunError
 from flatmin.lab.sweeps.jobs import Job
-from flatmin.lab.sweeps.run_job import JobStatus, describe
+from flatmin.lab.sweeps.run_files import FileSender, RunStore, write_files
+from flatmin.lab.sweeps.run_job import JobStatus, describe, status_of_error
 
-PROBE_SECONDS = 120.0  # a node's first process has to import torch
+ANSWER_SECONDS = 120.0  # a node's first process has to import torch
 
 
 class RayPool:
     """Tasks on a Ray cluster: an existing one, or one on this machine that lasts as long as the pool."""
 
     def __init__(
-        self, run: Callable[[Job], JobStatus], runs: Path, address: str | None, *, processes: int, threads: int
+        self, run: Callable[..., JobStatus], runs: Path, address: str | None, *, processes: int, threads: int
     ) -> None:
         try:
             import ray
@@ -39,13 +42,17 @@ class RayPool:
         self.processes, self.threads = processes, threads or 1
         self.running: dict[Any, str] = {}
         self.owns_connection, self.num_gpus = False, 0
+        self.store: Any = None
+        # A node that sees this file sees the directory of runs.
+        self.token = runs / f".sweep-{uuid.uuid4().hex}"
 
     def __enter__(self) -> "RayPool":
         self.owns_connection = not self.ray.is_initialized()
         if self.owns_connection:
             self._connect()
         try:
-            self._check_that_nodes_see_the_runs()
+            self._check_nodes()
+            self._start_store()
         except BaseException:
             self.__exit__()
             raise
@@ -60,6 +67,10 @@ class RayPool:
         for reference in self.running:
             self.ray.cancel(reference, force=True)
         self.running.clear()
+        if self.store is not None:
+            self.ray.kill(self.store)
+            self.store = None
+        self.token.unlink(missing_ok=True)
         if self.owns_connection:
             self.ray.shutdown()
 
@@ -73,7 +84,7 @@ class RayPool:
 
     def start(self, job: Job) -> None:
         """Hand a job to the cluster."""
-        reference = self.task.remote(self.run, job, self.threads, os.getcwd())
+        reference = self.task.remote(self.run, job, self.threads, os.getcwd(), self.token, self.store)
         self.running[reference] = job.name
 
     def poll(self, seconds: float) -> list[tuple[str, JobStatus]]:
@@ -82,7 +93,9 @@ class RayPool:
             time.sleep(seconds)
             return []
         references, _ = self.ray.wait(list(self.running), num_returns=1, timeout=seconds)
-        return [(self.running.pop(reference), self._ending(reference)) for reference in references]
+        ended = [(self.running.pop(reference), self._ending(reference)) for reference in references]
+        self.ray.get([self.store.end.remote(name) for name, _ in ended])
+        return ended
 
     def stop(self) -> None:
         """Ask all that are running to save and stop; Ray does so as with Ctrl-C."""
@@ -115,7 +128,9 @@ class RayPool:
                 **cpus,
             )
         except (ConnectionError, RuntimeError, ValueError) as error:
-            raise RunError(f"There is no Ray cluster at {self.address}: {error}") from error
+            raise RunError(
+                f"There is no Ray cluster at {self.address}, or its token differs (RAY_AUTH_TOKEN): {error}"
+            ) from error
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)  # Ray would end this process, and nothing would be saved
 
@@ -125,59 +140,66 @@ class RayPool:
             variables[ENVIRONMENT_VARIABLE] = os.environ[ENVIRONMENT_VARIABLE]
         return variables
 
-    def _check_that_nodes_see_the_runs(self) -> None:
-        """Let every node read a file that was written here, and write one that is read here."""
+    def _check_nodes(self) -> None:
+        """Let every node import flatmin: an error shows now, and not as that of every job."""
+        nodes = [node["NodeID"] for node in self.ray.nodes() if node["Alive"]]
+        for reference in [self._on_node(_answer_on_node, node).remote() for node in nodes]:
+            try:
+                self.ray.get(reference, timeout=ANSWER_SECONDS)
+            except self.ray.exceptions.RayTaskError as error:
+                raise RunError(
+                    f"A Ray node cannot run flatmin: {describe(error.cause or error)}. Every node needs the same "
+                    "flatmin as this machine."
+                ) from error
+            except self.ray.exceptions.RayError as error:
+                raise RunError(f"A Ray node does not answer: {error}") from error
+
+    def _start_store(self) -> None:
+        self.runs.mkdir(parents=True, exist_ok=True)
+        self.token.touch()
+        here = self.ray.get_runtime_context().get_node_id()
+        self.store = self._on_node(RunStore, here).remote(self.runs)
+        if not self.ray.get(self.store.exists.remote(self.token)):
+            raise RunError(
+                f"The Ray node of this machine does not see {self.runs}. Start the sweep on a node of the cluster, in "
+                "the same container as its Ray processes."
+            )
+
+    def _on_node(self, function: Any, node: str) -> Any:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        token = uuid.uuid4().hex
-        self.runs.mkdir(parents=True, exist_ok=True)
-        probe = self.runs / f".probe-{token}"
-        probe.write_text(token)
-        nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in self.ray.nodes() if node["Alive"]}
-        references = {
-            node: self.ray.remote(_probe_on_node)
-            .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False), max_retries=0)
-            .remote(str(probe), node)
-            for node in nodes
-        }
-        try:
-            for node, reference in references.items():
-                answer = Path(f"{probe}-{node}")
-                if not self._came_back(reference, token) or not answer.exists() or answer.read_text() != token:
-                    raise RunError(
-                        f"{self.runs} on this machine and on the Ray node {nodes[node]} are not the same directory. It "
-                        "has to be on a file system that all nodes share: choose another with --runs."
-                    )
-        finally:
-            for path in self.runs.glob(f"{probe.name}*"):
-                path.unlink(missing_ok=True)
-
-    def _came_back(self, reference: Any, token: str) -> bool:
-        try:
-            return bool(self.ray.get(reference, timeout=PROBE_SECONDS) == token)
-        except self.ray.exceptions.RayTaskError as error:
-            raise RunError(
-                f"A Ray node cannot run flatmin: {describe(error.cause or error)}. Every node needs the same flatmin "
-                "as this machine."
-            ) from error
-        except self.ray.exceptions.RayError as error:
-            raise RunError(f"A Ray node does not answer: {error}") from error
+        return self.ray.remote(function).options(
+            num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
+        )
 
 
-def _probe_on_node(probe: str, node: str) -> str | None:
-    try:
-        token = Path(probe).read_text()
-        Path(f"{probe}-{node}").write_text(token)
-    except OSError:
-        return None
-    return token
+def _answer_on_node() -> None:
+    """Do nothing, in a process that had to import this file."""
 
 
-def _run_on_node(run: Callable[[Job], JobStatus], job: Job, threads: int, directory: str) -> JobStatus:
+def _run_on_node(
+    run: Callable[..., JobStatus], job: Job, threads: int, directory: str, token: Path, store: Any
+) -> JobStatus:
     if Path(directory).is_dir():
         os.chdir(directory)  # relative paths in the spec mean what they mean where the sweep was started
     torch.set_num_threads(threads)
-    status = run(job)
+    status = run(job) if token.exists() else _run_with_own_files(run, job, store)
     if status.is_device_broken:
         os._exit(1)  # Ray would give this process the next job
+    return status
+
+
+def _run_with_own_files(run: Callable[..., JobStatus], job: Job, store: Any) -> JobStatus:
+    """Run a job in a directory of this node, from the files of the store, which is sent what changes."""
+    import ray
+
+    with tempfile.TemporaryDirectory(prefix="flatmin-") as folder:
+        files = ray.get(store.begin.remote(job))
+        if isinstance(files, JobStatus):
+            return files
+        write_files(Path(folder), files)
+        with FileSender(Path(folder), lambda new, removed: ray.get(store.write.remote(new, removed))) as sender:
+            status = run(job, runs=Path(folder))
+    if sender.error is not None:
+        return status_of_error(getattr(sender.error, "cause", None) or sender.error)
     return status

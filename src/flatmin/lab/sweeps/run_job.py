@@ -22,6 +22,7 @@ from flatmin.lab.runs.directory import RunDirectory
 from flatmin.lab.sweeps.jobs import Job, read_outcome
 from flatmin.lab.sweeps.measurements import measure_run
 from flatmin.lab.training.engine import train
+from flatmin.lab.training.precision import deterministic_algorithms
 
 DEVICE_ERROR = re.compile("CUDA error|CUDA driver error|cuDNN error|CUDNN_STATUS|CUBLAS_STATUS|NCCL error")
 USER_MISTAKES = (SpecError, DataError, ModelError, StorageError)
@@ -66,7 +67,9 @@ class Pool(Protocol):
         ...
 
 
-def run_job(job: Job, runs: Path, data_root: Path | None, checkpoint_seconds: float) -> JobStatus:
+def run_job(
+    job: Job, runs: Path, data_root: Path | None, checkpoint_seconds: float, deterministic: bool = False
+) -> JobStatus:
     """Train, from the last checkpoint if there is one, then measure what was not measured yet, and say how it ended.
 
     A loss that diverged is written to RUN/problem.json: the same would happen again. Nothing is raised.
@@ -76,21 +79,28 @@ def run_job(job: Job, runs: Path, data_root: Path | None, checkpoint_seconds: fl
         runs: the directory of all runs.
         data_root: the first directory that is searched for datasets.
         checkpoint_seconds: how long to train, at most, before saving.
+        deterministic: use only deterministic algorithms.
     """
     try:
-        train(job.experiment, seed=job.seed, runs=runs, data_root=data_root, checkpoint_seconds=checkpoint_seconds)
-        _measure_missing(job, runs, data_root)
+        with deterministic_algorithms(deterministic):
+            train(job.experiment, seed=job.seed, runs=runs, data_root=data_root, checkpoint_seconds=checkpoint_seconds)
+            _measure_missing(job, runs, data_root)
         return JobStatus(kind="done")
     except DivergedError as error:
         return _diverged(job, runs, str(error))
-    except InterruptedRun as error:
-        return JobStatus(kind="stopped", message=str(error))
-    except RunLockedError as error:
-        return JobStatus(kind="busy", message=str(error))
-    except USER_MISTAKES as error:
-        return JobStatus(kind="mistake", message=str(error), error=error)
     except Exception as error:
-        return JobStatus(kind="failed", message=describe(error), is_device_broken=bool(DEVICE_ERROR.search(str(error))))
+        return status_of_error(error)
+
+
+def status_of_error(error: Exception) -> JobStatus:
+    """Return how a job ended that raised an error."""
+    if isinstance(error, InterruptedRun):
+        return JobStatus(kind="stopped", message=str(error))
+    if isinstance(error, RunLockedError):
+        return JobStatus(kind="busy", message=str(error))
+    if isinstance(error, USER_MISTAKES):
+        return JobStatus(kind="mistake", message=str(error), error=error)
+    return JobStatus(kind="failed", message=describe(error), is_device_broken=bool(DEVICE_ERROR.search(str(error))))
 
 
 def _measure_missing(job: Job, runs: Path, data_root: Path | None) -> None:
@@ -108,7 +118,7 @@ def _diverged(job: Job, runs: Path, message: str) -> JobStatus:
     try:
         RunDirectory(job.experiment, job.seed, runs).write_problem(message)
     except StorageError as error:
-        return JobStatus(kind="mistake", message=str(error), error=error)
+        return status_of_error(error)
     return JobStatus(kind="diverged", message=message)
 
 

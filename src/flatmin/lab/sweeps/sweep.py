@@ -48,6 +48,7 @@ class Sweeper:
         threads: per job; 0 is one, or with GPUs an equal share of this machine's cores (with Ray always one).
         attempts: how often a job may fail, or its process die, without having saved anything new.
         checkpoint_seconds: how long a job trains at most before it saves.
+        deterministic: train and measure with deterministic algorithms only (see `flatmin.lab.train`).
         console: where to show progress; nowhere if None.
 
     Raises:
@@ -65,6 +66,7 @@ class Sweeper:
         threads: int = 0,
         attempts: int = ATTEMPTS,
         checkpoint_seconds: float = CHECKPOINT_SECONDS,
+        deterministic: bool = False,
         console: Console | None = None,
     ) -> None:
         for name, value, least in (("processes", processes, 0), ("threads", threads, 0), ("attempts", attempts, 1)):
@@ -73,7 +75,8 @@ class Sweeper:
         # Absolute, because the processes of a cluster have their own working directories.
         self.runs, self.data_root = runs.absolute(), None if data_root is None else data_root.absolute()
         self.engine, self.address, self.processes, self.threads = engine, address, processes, threads
-        self.attempts, self.checkpoint_seconds, self.console = attempts, checkpoint_seconds, console
+        self.attempts, self.console = attempts, console
+        self.checkpoint_seconds, self.deterministic = checkpoint_seconds, deterministic
         self._pool: Pool | None = None
 
     def __enter__(self) -> "Sweeper":
@@ -126,7 +129,13 @@ class Sweeper:
 
     def _ready_pool(self) -> Pool:
         if self._pool is None:
-            run = partial(run_job, runs=self.runs, data_root=self.data_root, checkpoint_seconds=self.checkpoint_seconds)
+            run = partial(
+                run_job,
+                runs=self.runs,
+                data_root=self.data_root,
+                checkpoint_seconds=self.checkpoint_seconds,
+                deterministic=self.deterministic,
+            )
             if self.engine == "ray":
                 from flatmin.lab.sweeps.ray_pool import RayPool
 
