@@ -2,7 +2,8 @@
 
 torchvision has the three policies and the sixteen operations; what is here is the order of work. A policy has
 25 pairs of operations with fixed strengths, and each image draws one pair. So the images of a batch that drew
-the same operation are taken together, and a batch costs some fifty calls instead of two for each image.
+the same operation with the same sign are taken together, and a batch costs some fifty calls instead of two for each
+image.
 """
 
 import math
@@ -56,27 +57,35 @@ def draw_operations(draw: Draw, policy: PolicyName, size: torch.Size) -> tuple[l
     Returns:
         The groups, those of the first stage first, and the numbers of their images, group after group.
     """
-    pairs = policy_pairs(policy)
-    chosen = draw.integers(len(pairs), Purpose.POLICY)
-    found: list[Group] = []
-    members: list[Tensor] = [torch.empty(0, dtype=torch.int64)]
+    chosen = draw.integers(len(policy_pairs(policy)), Purpose.POLICY)
+    groups: list[Group] = []
+    members: list[Tensor] = []
     for stage in range(2):
-        applied = draw.uniform(Purpose.POLICY_APPLIED, stage)
-        negative = draw.integers(2, Purpose.POLICY_SIGN, stage).bool()
-        # Images with the same operation, strength and sign form a group, whatever pair it came from.
-        groups: dict[tuple[str, float], list[Tensor]] = {}
-        for number, pair in enumerate(pairs):
-            operation, probability, level = pair[stage]
-            takes = (chosen == number) & (applied < probability)
-            strength = _strength(operation, level, size)
-            for sign in (-1, 1) if operation in SIGNED else (1,):
-                mask = takes & (negative == (sign < 0)) if operation in SIGNED else takes
-                if mask.any():
-                    groups.setdefault((operation, sign * strength), []).append(mask)
-        for (operation, strength), masks in groups.items():
-            members.append(torch.stack(masks).any(0).nonzero().squeeze(1))
-            found.append(Group(operation, strength, len(members[-1])))
-    return found, torch.cat(members)
+        kinds, kind_of, probabilities = _stage(policy, stage, size)
+        negative = draw.integers(2, Purpose.POLICY_SIGN, stage)
+        is_done = draw.uniform(Purpose.POLICY_APPLIED, stage) < probabilities[chosen]
+        drawn = torch.where(is_done, kind_of[chosen, negative], len(kinds))
+        sizes = torch.bincount(drawn, minlength=len(kinds))[: len(kinds)].tolist()
+        members.append(drawn.argsort(stable=True)[: sum(sizes)])
+        groups += [Group(*kind, number) for kind, number in zip(kinds, sizes, strict=True) if number]
+    return groups, torch.cat(members)
+
+
+@cache
+def _stage(policy: PolicyName, stage: int, size: torch.Size) -> tuple[list[tuple[str, float]], Tensor, Tensor]:
+    """Return a stage's operations with their signed strengths, which two of them each pair means, and its probability.
+
+    The two differ in their sign, if the operation has one.
+    """
+    kinds: dict[tuple[str, float], int] = {}
+    kind_of, probabilities = [], []
+    for pair in policy_pairs(policy):
+        operation, probability, level = pair[stage]
+        strength = _strength(operation, level, size)
+        other = -strength if operation in SIGNED else strength
+        kind_of.append([kinds.setdefault((operation, signed), len(kinds)) for signed in (strength, other)])
+        probabilities.append(probability)
+    return list(kinds), torch.tensor(kind_of), torch.tensor(probabilities, dtype=torch.float64)
 
 
 def auto_augment(images: Tensor, groups: list[Group], members: Tensor) -> Tensor:
