@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+import worker_cases
 from flatmin import sam_gradient
 from flatmin.lab.data.datasets import load_dataset
 from flatmin.lab.data.pipeline import Pipeline
@@ -124,6 +126,14 @@ def test_second_order_gradients_are_averaged_over_workers(tmp_path):
     for name, value in network.named_parameters():
         expected = value - 0.1 * (grads[0][name] + grads[1][name]) / 2
         torch.testing.assert_close(found[name], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_work_of_the_main_process_may_take_days(two_processes):
+    """A download, say: torch's own limit for a collective is ten minutes with NCCL."""
+    for timeouts, result in two_processes.run(worker_cases.groups_of_long_work):
+        assert result == "from 0"
+        assert timeouts
+        assert min(timeouts) >= timedelta(days=7)
 
 
 def test_workers_ignore_what_dead_ones_left_in_the_store():
