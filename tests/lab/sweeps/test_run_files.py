@@ -36,11 +36,18 @@ def test_new_changed_and_removed_files_are_sent(tmp_path, monkeypatch):
     with FileSender(tmp_path, lambda files, removed: sent.append((files, removed))) as sender:
         (tmp_path / "run/old").unlink()
         (tmp_path / "run/changed").write_bytes(b"22")
-        for name in ("result.json", "new", "half.part", "lock", "z"):
+        (tmp_path / "run/checkpoints").mkdir()
+        for name in ("checkpoints/step", "result.json", "new", "half.part", "lock", "z"):
             (tmp_path / "run" / name).write_bytes(b"3")
     assert sender.error is None
-    assert sent == [({"run/changed": b"22", "run/new": b"3", "run/z": b"3", "run/result.json": b"3"}, ["run/old"])]
-    assert list(sent[0][0])[-1] == "run/result.json"  # a run is finished when everything else has arrived
+    ((files, removed),) = sent
+    # A run can be resumed as soon as a checkpoint has arrived, and is finished when everything else has.
+    expected = [
+        ("run/changed", b"22"),
+        *((f"run/{name}", b"3") for name in ("new", "z", "checkpoints/step", "result.json")),
+    ]
+    assert list(files.items()) == expected
+    assert removed == ["run/old"]
 
 
 def test_files_are_sent_while_a_job_runs(tmp_path, monkeypatch):

@@ -19,6 +19,8 @@ RHOS = (0.1, 0.2, 0.3, 0.5, 0.8)
 """SAM's radii."""
 LRS, DECAYS = (0.05, 0.1), (5e-4, 1e-3)
 EPOCHS = 40
+VIT_EPOCHS = 160
+"""In 40 epochs the vision transformer fits neither the noisy labels nor the clean ones."""
 BASE, SAM = "no SAM", "SAM"
 
 
@@ -95,6 +97,8 @@ def conditions(scale: Scale) -> list[tuple[Condition, tuple[int, ...]]]:
         noisy,
         model=Model(name="vit-4-64-2"),
         optim=Optim(name="adamw", warmup_epochs=5),
+        epochs=VIT_EPOCHS,
+        evaluate_every=VIT_EPOCHS,
     )
     best = [arm for arm in ARMS if arm.name in BEST]
     five, ten = tuple(range(5)), tuple(range(10))
@@ -104,7 +108,15 @@ def conditions(scale: Scale) -> list[tuple[Condition, tuple[int, ...]]]:
         (_condition(small, fashion, "clean labels", ARMS), ten),
         (_condition(cifar, "CIFAR-10, 32 x 32", "clean labels", best, rhos=(0.05, 0.1, 0.2)), five),
         (
-            _condition(vit, f"{fashion}, ViT and AdamW", "40 % noisy labels", best, (1e-3, 3e-3), (0.1, 1.0)),
+            _condition(
+                vit,
+                f"{fashion}, ViT and AdamW",
+                "40 % noisy labels",
+                best,
+                lrs=(1e-3, 3e-3),
+                decays=(0.1, 1.0),
+                rhos=(0.005, 0.01, 0.02, 0.05, 0.1),
+            ),
             five,
         ),
     ]

@@ -90,7 +90,7 @@ class FileSender:
         # The list first, then the contents: a file that says that others are complete was then listed after them.
         now = stamps(self._runs, self._runs)
         files: Files = {}
-        for path in sorted((p for p in now if now[p] != self._sent.get(p)), key=_is_result):
+        for path in sorted((p for p in now if now[p] != self._sent.get(p)), key=_order):
             with suppress(FileNotFoundError):
                 files[path] = (self._runs / path).read_bytes()
         removed = [path for path in self._sent if path not in now]
@@ -129,8 +129,12 @@ def write_files(runs: Path, files: Files) -> None:
             raise StorageError(f"{path} cannot be written: {error}. Free some disk space, and rerun.") from error
 
 
-def _is_result(path: str) -> bool:
-    return path.endswith("/result.json")
+def _order(path: str) -> tuple[bool, bool, str]:
+    """Sort what describes a run before its checkpoints, and its result last, as training writes them.
+
+    So what has arrived when a machine dies is a run that can be resumed.
+    """
+    return path.endswith("/result.json"), "/checkpoints/" in path or "/weights/" in path, path
 
 
 def _builds_on(job: Job) -> list[str]:
