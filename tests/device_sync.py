@@ -18,11 +18,17 @@ class NoDeviceSync(TorchDispatchMode):
         name = function.overloadpacket.__name__
         if name in WAITS:
             raise AssertionError(f"{name} waits for the device")
-        result = function(*args, **kwargs)
-        source = args[1] if name in ("copy_", "_foreach_copy_") else args[0] if name == "_to_copy" else None
-        tensors = source if isinstance(source, (list, tuple)) else [source]
-        target = args[0][0] if name == "_foreach_copy_" else result
-        for tensor in tensors:
-            if isinstance(tensor, torch.Tensor) and tensor.device.type != "cpu" and target.device.type == "cpu":
-                raise AssertionError(f"{name} copies from the device")
-        return result
+        if any(source.device.type != "cpu" and target == "cpu" for source, target in copies(name, args, kwargs)):
+            raise AssertionError(f"{name} copies from the device")
+        return function(*args, **kwargs)
+
+
+def copies(name, args, kwargs):
+    """Return the tensors that an operation copies, each with the kind of device it is copied to."""
+    if name == "_to_copy":
+        return [(args[0], torch.device(kwargs.get("device") or args[0].device).type)]
+    if name == "copy_":
+        return [(args[1], args[0].device.type)]
+    if name == "_foreach_copy_":
+        return [(source, target.device.type) for target, source in zip(args[0], args[1], strict=True)]
+    return []

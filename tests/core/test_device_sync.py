@@ -102,6 +102,14 @@ def test_the_mode_notices_what_waits(wait):
         wait(torch.ones(2))
 
 
-def test_the_mode_notices_copies_from_the_device():
-    with NoDeviceSync(), pytest.raises((AssertionError, NotImplementedError)):
-        torch.zeros(2, device="meta").cpu()
+@pytest.mark.parametrize(
+    "copy",
+    [
+        lambda t: t.cpu(),
+        lambda t: torch.zeros(2).copy_(t),
+        lambda t: torch._foreach_copy_([torch.zeros(2), torch.zeros(2)], [torch.zeros(2), t]),
+    ],
+)
+def test_the_mode_notices_copies_from_the_device(copy):
+    with NoDeviceSync(), pytest.raises(AssertionError, match="copies from the device"):
+        copy(torch.zeros(2, device="meta"))

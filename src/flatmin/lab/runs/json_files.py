@@ -53,7 +53,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return {name: value for name, value in content.items() if name != "checksum"}
 
 
-def write_atomic(path: Path, text: str) -> None:
+def write_atomic(path: Path, content: str | bytes) -> None:
     """Write a file that is complete or absent.
 
     Raises:
@@ -61,8 +61,8 @@ def write_atomic(path: Path, text: str) -> None:
     """
     temporary = path.with_suffix(TEMPORARY_SUFFIX)
     try:
-        with temporary.open("w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
-            file.write(text)
+        with temporary.open("wb") as file:
+            file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

@@ -1,14 +1,12 @@
 """Runs on nodes that do not see the directory of runs: files are fetched from it, and sent to it as they change."""
 
-import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from flatmin.lab.errors import StorageError
 from flatmin.lab.runs.directory import RunDirectory
-from flatmin.lab.runs.json_files import TEMPORARY_SUFFIX
+from flatmin.lab.runs.json_files import TEMPORARY_SUFFIX, storing, write_atomic
 from flatmin.lab.sweeps.jobs import Job
 from flatmin.lab.sweeps.run_job import JobStatus, status_of_error
 from flatmin.lab.sweeps.scheduler import prerequisite
@@ -117,16 +115,9 @@ def write_files(runs: Path, files: Files) -> None:
     """
     for name, content in files.items():
         path = runs / name
-        try:
+        with storing(path.parent, "Free some disk space, and rerun."):
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
-            with temporary.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        except OSError as error:
-            raise StorageError(f"{path} cannot be written: {error}. Free some disk space, and rerun.") from error
+        write_atomic(path, content)
 
 
 def _order(path: str) -> tuple[bool, bool, str]:
