@@ -6,6 +6,7 @@ Without RUNS, page, table and plot are written again from results/. No number in
 compares the table with the runs.
 """
 
+import math
 import sys
 from pathlib import Path
 
@@ -40,16 +41,15 @@ def table(runs: Path) -> str:
         means = {p.name: p.error.mean for p in points}
         chosen = {e.method.name: e.chosen.optim.rho for e in entries if e.chosen is not None}
         lines = [
-            "| method | passes | rho | test error, % | share of SAM's gain | on the front |",
-            "|---|---|---|---|---|---|",
+            "| method | passes | rho | test error, % | gain, points | share of SAM's gain | on the front |",
+            "|---|---|---|---|---|---|---|",
         ]
         for p in sorted(points, key=lambda p: (p.cost, p.error.mean)):
-            share = "" if p.name in (BASE, SAM) else f"{share_of_gain(means, p.name):.0f} %"
+            gain = "" if p.name == BASE else f"{means[BASE] - p.error.mean:.1f}"
             rho = f"{chosen[p.name]:g}" if chosen[p.name] else ""
             error = f"{p.error.mean:.1f} ± {p.error.half_width:.1f}"
-            lines.append(
-                f"| {p.name} | {p.cost:.4g} | {rho} | {error} | {share} | {'yes' if p.name in front else ''} |"
-            )
+            cells = [p.name, f"{p.cost:g}", rho, error, gain, share_of_gain(means, p.name)]
+            lines.append(f"| {' | '.join(cells)} | {'yes' if p.name in front else ''} |")
         num = len(next(e for e in entries if e.method.name == SAM).replicas.outcomes)
         blocks.append(
             f"**{entries[0].condition.name}** ({num} replicas, mean and 95 % interval):\n\n" + "\n".join(lines)
@@ -67,9 +67,12 @@ def draw(runs: Path) -> None:
     found = finished(runs)
     if not found:
         return
-    figure, axes = plt.subplots(1, len(found), figsize=(7.6 * len(found), 4.6), squeeze=False, layout="constrained")
+    num_rows = math.ceil(len(found) / 2)
+    figure, axes = plt.subplots(num_rows, 2, figsize=(15.2, 4.6 * num_rows), squeeze=False, layout="constrained")
+    for axis in axes.flat[len(found) :]:
+        axis.remove()
     families = list(dict.fromkeys(FAMILIES.values()))
-    for axis, entries in zip(axes[0], found, strict=True):
+    for axis, entries in zip(axes.flat, found, strict=False):
         points = points_of(entries)
         front = pareto_front(points)
         axis.plot([p.cost for p in front], [p.error.mean for p in front], color="0.7", zorder=0, label="Pareto front")

@@ -105,8 +105,9 @@ def test_the_front_joins_what_nothing_beats():
 
 
 def test_the_share_of_the_gain():
-    assert share_of_gain({"no SAM": 40.0, "SAM": 30.0, "x": 35.0}, "x") == 50.0
-    assert share_of_gain({"no SAM": 40.0, "SAM": 30.0, "x": 42.0}, "x") == -20.0
+    assert share_of_gain({"no SAM": 40.0, "SAM": 30.0, "x": 35.0}, "x") == "50 %"
+    assert share_of_gain({"no SAM": 40.0, "SAM": 30.0, "x": 42.0}, "x") == "-20 %"
+    assert share_of_gain({"no SAM": 40.0, "SAM": 40.5, "x": 39.0}, "x") == ""
 
 
 def test_there_is_no_papers_scale():

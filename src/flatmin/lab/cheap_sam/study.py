@@ -111,7 +111,7 @@ def _kept(entry: MethodResult, entries: Sequence[MethodResult]) -> OneSided:
 
 
 def _verdict(entry: MethodResult, contrast: OneSided, family: Family) -> Verdict:
-    cost = "" if entry.chosen is None else f", at {_cost(entry):.4g} passes"
+    cost = "" if entry.chosen is None else f", at {_cost(entry):g} {'pass' if _cost(entry) == 1 else 'passes'}"
     claim = f"{entry.condition.name}: {entry.method.name} keeps at least {KEPT:.0%} of SAM's gain{cost}."
     verdict = family.judge(claim, [contrast])
     if not contrast.waits:
@@ -126,14 +126,15 @@ def _cost(entry: MethodResult) -> float:
     return cost_in_passes(entry.chosen, entry.condition.start.epochs)
 
 
-def share_of_gain(entries: Mapping[str, float], name: str) -> float:
-    """Return the share of SAM's gain that a method has, in %, given mean errors.
+def share_of_gain(means: Mapping[str, float], name: str) -> str:
+    """Return the share of SAM's gain that a method has, given mean errors; empty where SAM gains nothing.
 
     Example:
         >>> share_of_gain({"no SAM": 40.0, "SAM": 30.0, "part 1/8": 29.0}, "part 1/8")
-        110.0
+        '110 %'
     """
-    return 100 * (entries[BASE] - entries[name]) / (entries[BASE] - entries[SAM])
+    gain = means[BASE] - means[SAM]
+    return "" if name in (BASE, SAM) or gain <= 0 else f"{100 * (means[BASE] - means[name]) / gain:.0f} %"
 
 
 def _table(entries: Sequence[MethodResult]) -> Table:
@@ -156,11 +157,11 @@ def _table(entries: Sequence[MethodResult]) -> Table:
         rows.append(
             [
                 name,
-                "" if entry.chosen is None else f"{_cost(entry):.4g}",
+                "" if entry.chosen is None else f"{_cost(entry):g}",
                 "" if entry.chosen is None or entry.chosen.optim.rho == 0 else f"{entry.chosen.optim.rho:g}",
                 entry.replicas.cell("test_error"),
                 entry.replicas.cell("train_error"),
-                f"{share_of_gain(means, name):.0f} %" if known and name not in (BASE, SAM) else "",
+                share_of_gain(means, name) if known else "",
                 difference,
             ]
         )
