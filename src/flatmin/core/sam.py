@@ -77,11 +77,10 @@ class SAM(OptimizerWrapper):
         direction: "gradient"; "random" for a Gaussian direction of the same norm (Appendix C.5), without the first
             pass unless ``model`` has running statistics that must come from it; or "momentum" for
             :math:`\epsilon = -\rho v / \lVert v \rVert` with v the base's momentum (Momentum-SAM, Becker et al., 2024),
-            which costs one pass and needs a rho of about 3.
+            which costs one pass and needs a rho of 1 to 3.
         weight: the factor c of the correction: a step uses :math:`g + c\, (g(w + \epsilon) - g)`. None is full
             strength, so that the mean over examples is that of SAM: 1 divided by the share of the examples that are
-            corrected. 0 is the base optimizer. Any c but 1 needs one more copy of
-            the gradients.
+            corrected. 0 is the base optimizer. Any c but 1 needs one more copy of the gradients.
         generator: where random directions come from; part of the state dict. If None, one is made from
             ``torch.initial_seed()`` (and the worker's rank, where each has its own perturbation). Generators given to
             several workers must be seeded alike for sharded parameters (HSDP: within a replica) or a shared

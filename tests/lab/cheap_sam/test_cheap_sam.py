@@ -27,7 +27,6 @@ class Invented:
         return [self._outcome(job) for job in jobs]
 
     def _outcome(self, job):
-        method = job.experiment.name.removesuffix(" (choosing)").rsplit("/", 1)[1]
         method = job.experiment.name.removesuffix(" (choosing)").split("labels/")[-1]
         if (method, job.seed) in self.missing:
             return Outcome(job=job)
@@ -102,6 +101,18 @@ def test_the_front_joins_what_nothing_beats():
     front = next(series for series in figure.series if series.name == "Pareto front")
     assert list(front.hover) == ["momentum", "part 1/16"]
     assert list(front.x) == [1.0, 1.0625]
+
+
+def test_which_to_use_is_the_front_of_every_condition():
+    table, *others = cheap_sam("laptop", Invented(ERRORS)).tables
+    assert table.title.startswith("Which to use")
+    assert len(others) == 4
+    noisy = [(row[1], row[2], row[3].measured.mean, row[4]) for row in table.rows if row[0] == NOISY]
+    assert noisy == [
+        ("1", "momentum", pytest.approx(34.0, abs=0.2), 'SAM(..., direction="momentum"); opt.step(closure)'),
+        ("1.0625", "part 1/16", pytest.approx(29.0, abs=0.2), "opt.step_batch(loss_fn, batch, part=1 / 16)"),
+    ]
+    assert all(row[3].runs for row in table.rows)
 
 
 def test_the_share_of_the_gain():

@@ -22,6 +22,10 @@ EPOCHS = 40
 VIT_EPOCHS = 160
 """In 40 epochs the vision transformer fits neither the noisy labels nor the clean ones."""
 BASE, SAM = "no SAM", "SAM"
+PLAIN = "without SAM"
+IN_PART = "opt.step_batch(loss_fn, batch, part=1 / {})"
+IN_ASCENT = "opt.step(closure, ascent={})"
+EVERY = "SAM(..., weight={0}); opt.rho = rho if step % {0} == 0 else 0"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +37,8 @@ class Arm:
     """What shares a color in the plot."""
     settings: dict[str, Any]
     """Of `Optim`, in addition to the radius."""
+    code: str
+    """How it is written in a training loop."""
     factor: float | None = 1.0
     """Of SAM's radii; None: no SAM."""
     epochs: float = 1.0
@@ -53,21 +59,39 @@ class Arm:
 
 
 ARMS = (
-    Arm(name="no SAM, 1.25 times the epochs", family=BASE, settings={}, factor=None, epochs=1.25),
-    Arm(name="no SAM, twice the epochs", family=BASE, settings={}, factor=None, epochs=2),
-    Arm(name=SAM, family="SAM", settings={}),
-    Arm(name="SAM, half the epochs", family="SAM", settings={}, epochs=0.5),
-    Arm(name="SAM, m = 16", family="SAM, m = 16", settings={"m": 16}, factor=0.7),
-    Arm(name="part 1/4", family="part", settings={"part": 1 / 4}, factor=0.5),
-    Arm(name="part 1/8", family="part", settings={"part": 1 / 8}, factor=0.35),
-    Arm(name="part 1/16", family="part", settings={"part": 1 / 16}, factor=0.25),
-    Arm(name="part 1/4 at weight 1", family="part at weight 1", settings={"part": 1 / 4, "weight": 1.0}, factor=1.5),
-    Arm(name="every 4th step", family="every", settings={"every": 4}, factor=0.7),
-    Arm(name="every 8th step", family="every", settings={"every": 8}, factor=0.5),
-    Arm(name="momentum", family="momentum", settings={"direction": "momentum"}, factor=10),
-    Arm(name="ascent on 1/4", family="ascent", settings={"ascent_part": 1 / 4}),
-    Arm(name="ascent on 1/8", family="ascent", settings={"ascent_part": 1 / 8}),
-    Arm(name="ascent on 1/16", family="ascent", settings={"ascent_part": 1 / 16}),
+    Arm(name="no SAM, 1.25 times the epochs", family=BASE, settings={}, code=PLAIN, factor=None, epochs=1.25),
+    Arm(name="no SAM, twice the epochs", family=BASE, settings={}, code=PLAIN, factor=None, epochs=2),
+    Arm(name=SAM, family="SAM", settings={}, code="opt.step(closure)"),
+    Arm(name="SAM, half the epochs", family="SAM", settings={}, code="opt.step(closure)", epochs=0.5),
+    Arm(
+        name="SAM, m = 16",
+        family="SAM, m = 16",
+        settings={"m": 16},
+        code="opt.step_batch(loss_fn, batch, m=16)",
+        factor=0.7,
+    ),
+    Arm(name="part 1/4", family="part", settings={"part": 1 / 4}, code=IN_PART.format(4), factor=0.5),
+    Arm(name="part 1/8", family="part", settings={"part": 1 / 8}, code=IN_PART.format(8), factor=0.35),
+    Arm(name="part 1/16", family="part", settings={"part": 1 / 16}, code=IN_PART.format(16), factor=0.25),
+    Arm(
+        name="part 1/4 at weight 1",
+        family="part at weight 1",
+        settings={"part": 1 / 4, "weight": 1.0},
+        code=f"SAM(..., weight=1); {IN_PART.format(4)}",
+        factor=1.5,
+    ),
+    Arm(name="every 4th step", family="every", settings={"every": 4}, code=EVERY.format(4), factor=0.7),
+    Arm(name="every 8th step", family="every", settings={"every": 8}, code=EVERY.format(8), factor=0.5),
+    Arm(
+        name="momentum",
+        family="momentum",
+        settings={"direction": "momentum"},
+        code='SAM(..., direction="momentum"); opt.step(closure)',
+        factor=10,
+    ),
+    Arm(name="ascent on 1/4", family="ascent", settings={"ascent_part": 1 / 4}, code=IN_ASCENT.format("quarter")),
+    Arm(name="ascent on 1/8", family="ascent", settings={"ascent_part": 1 / 8}, code=IN_ASCENT.format("eighth")),
+    Arm(name="ascent on 1/16", family="ascent", settings={"ascent_part": 1 / 16}, code=IN_ASCENT.format("sixteenth")),
 )
 """All but training without SAM, whose learning rate and decay they take."""
 BEST = (SAM, "part 1/8")

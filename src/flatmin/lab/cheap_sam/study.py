@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from flatmin.lab.cheap_sam.arms import ARMS, BASE, SAM, conditions, cost_in_passes
+from flatmin.lab.cheap_sam.arms import ARMS, BASE, PLAIN, SAM, conditions, cost_in_passes
 from flatmin.lab.studies.condition_tables import setting_of
 from flatmin.lab.studies.conditions import MethodResult, run_conditions
 from flatmin.lab.studies.contrasts import Contrast, Family
@@ -26,6 +26,7 @@ from flatmin.lab.sweeps.runners import Runner
 KEPT = 0.9
 """The share of SAM's gain that a cheap method has to keep."""
 FAMILIES = {arm.name: arm.family for arm in ARMS} | {BASE: BASE}
+CODES = {arm.name: arm.code for arm in ARMS} | {BASE: PLAIN}
 ABOUT = (
     "1,000 images of Fashion-MNIST at 14 x 14 pixels (a quarter of the cost of 28 x 28), WRN-10-2, 40 epochs; then "
     "2,000 images of CIFAR-10 at full size with basic augmentation, and a small vision transformer with AdamW. The "
@@ -71,7 +72,7 @@ def cheap_sam(scale: Scale, runner: Runner) -> Findings:
         title=TITLE,
         source=SOURCE,
         about_scale=ABOUT if scale == "laptop" else "One epoch on 40 digits: this shows that everything runs.",
-        tables=[_table(entries) for entries in results],
+        tables=[_choice_table(results), *(_table(entries) for entries in results)],
         figures=[_pareto_figure(entries) for entries in results],
         verdicts=verdicts,
         hyperparameters=own_settings(chosen),
@@ -198,6 +199,22 @@ def points_of(entries: Sequence[MethodResult]) -> list[Point]:
         for e in entries
         if e.incomplete_reason is None
     ]
+
+
+def _choice_table(results: Sequence[Sequence[MethodResult]]) -> Table:
+    """Return what to use for what can be spent: the front of each condition, with its code."""
+    rows: list[Row] = []
+    for entries in results:
+        by_name = _by_name(entries)
+        for point in pareto_front(points_of(entries)):
+            error = by_name[point.name].replicas.cell("test_error")
+            rows.append([entries[0].condition.name, f"{point.cost:g}", point.name, error, CODES[point.name]])
+    return Table(
+        title="Which to use: the lowest error for what you can spend",
+        columns=("problem", "passes", "method", "test error", "in code"),
+        rows=rows,
+        note="Every method that no other one beats at the same cost or less, by mean error.",
+    )
 
 
 def _pareto_figure(entries: Sequence[MethodResult]) -> LineFigure:
