@@ -59,9 +59,22 @@ def steps(network, x, y, names):
     return found, peaks
 
 
-def batch_of(size):
+def batch_of(size, pixels=32):
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(size, 3, 32, 32, generator=generator), torch.randint(10, (size,), generator=generator)
+    return torch.randn(size, 3, pixels, pixels, generator=generator), torch.randint(10, (size,), generator=generator)
+
+
+def by_batch_size() -> None:
+    print("\nTime of a part of 1/8 (1.125 passes) over SGD's, by batch size:\n")
+    rows = []
+    for name, pixels in (("wrn-16-2", 32), ("vit-4-64-2", 14)):
+        network = build_model(Model(name=name), num_classes=10, in_channels=3)
+        for batch_size in (16, 32, 64, 128):
+            methods, _ = steps(network, *batch_of(batch_size, pixels), ("SGD", "part 1/8"))
+            middle, low, high = ratio(interleaved(methods, rounds=5, warm_up=1), "part 1/8", "SGD")
+            rows.append([f"{name}, {pixels} x {pixels}", str(batch_size), f"{middle:.3f}", f"{low:.3f} to {high:.3f}"])
+    print(table(["model", "batch", "time over SGD's", "quartiles"], rows))
+    print()
 
 
 def main() -> None:
@@ -81,15 +94,7 @@ def main() -> None:
     print(
         table(["method", "passes", "time over SGD's", "quartiles", "at most", "memory over SGD's, x parameters"], rows)
     )
-
-    print("\nTime of a part of 1/8 (1.125 passes) over SGD's, by batch size:\n")
-    rows = []
-    for batch_size in (16, 32, 64, 128, 256):
-        methods, _ = steps(network, *batch_of(batch_size), ("SGD", "part 1/8"))
-        middle, low, high = ratio(interleaved(methods, rounds=5, warm_up=1), "part 1/8", "SGD")
-        rows.append([str(batch_size), f"{middle:.3f}", f"{low:.3f} to {high:.3f}"])
-    print(table(["batch", "time over SGD's", "quartiles"], rows))
-    print()
+    by_batch_size()
 
 
 if __name__ == "__main__":
