@@ -45,7 +45,7 @@ def table(runs: Path) -> str:
             "|---|---|---|---|---|---|---|",
         ]
         for p in sorted(points, key=lambda p: (p.cost, p.error.mean)):
-            gain = "" if p.name == BASE else f"{means[BASE] - p.error.mean:.1f}"
+            gain = "" if p.name == BASE else f"{round(means[BASE] - p.error.mean, 1) + 0.0:.1f}"  # no -0.0
             rho = f"{chosen[p.name]:g}" if chosen[p.name] else ""
             error = f"{p.error.mean:.1f} ± {p.error.half_width:.1f}"
             cells = [p.name, f"{p.cost:g}", rho, error, gain, share_of_gain(means, p.name)]

@@ -4,7 +4,7 @@ Not in the paper: a study of our own, by the same protocol. Settings are chosen 
 paired by seed, and each arm is tested for keeping at least 90 % of SAM's gain (one-sided paired t-test, Holm's
 correction over all arms of all conditions).
 
-    flatmin reproduce cheap-sam --scale laptop      # about three hours of two cores with bf16
+    flatmin reproduce cheap-sam --scale laptop      # about five hours of two cores with bf16
     flatmin reproduce cheap-sam --scale smoke       # a minute
 """
 
