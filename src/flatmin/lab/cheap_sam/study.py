@@ -115,10 +115,12 @@ def _verdict(entry: MethodResult, contrast: OneSided, family: Family) -> Verdict
     cost = "" if entry.chosen is None else f", at {_cost(entry):g} {'pass' if _cost(entry) == 1 else 'passes'}"
     claim = f"{entry.condition.name}: {entry.method.name} keeps at least {KEPT:.0%} of SAM's gain{cost}."
     verdict = family.judge(claim, [contrast])
+    if verdict.status == "reproduced":
+        return replace(verdict, status="kept")
     if not contrast.waits:
         excess = mean_and_interval(contrast.differences)
         if excess.mean - excess.half_width > 0:
-            return replace(verdict, status="not reproduced")
+            return replace(verdict, status="not kept")
     return verdict
 
 

@@ -167,7 +167,8 @@ def _overview(findings: Sequence[Findings], anchors: Sequence[str], records: dic
         for comparison, effect in zip(verdict.comparisons, relative, strict=True):
             if effect is not None:
                 several = f" ({comparison.quantity})" if len(verdict.comparisons) > 1 else ""
-                forest.append((f"{number}. {one.item}: {verdict.claim}{several}", verdict.status, effect))
+                item = f"{one.item}: " if len(findings) > 1 else ""
+                forest.append((f"{number}. {item}{verdict.claim}{several}", verdict.status, effect))
     title = "Effect of each claim, with its 95 % interval"
     picture = _pictures(ForestFigure(title, forest), "figures/overview.svg") if forest else None
     all_drawn = all(row["effects"] and all(effect["relative"] for effect in row["effects"]) for row in rows)

@@ -26,6 +26,8 @@ MARKERS, DASHES = "osD^X*", ("-", "--", ":")
 STATUS_LOOK: dict[VerdictStatus, tuple[str, str]] = {
     "reproduced": ("#009e73", "o"),
     "not reproduced": ("#d55e00", "s"),
+    "kept": ("#009e73", "o"),
+    "not kept": ("#d55e00", "s"),
     "inconclusive": ("#e69f00", "D"),
     "not tested": ("#8a8f98", "X"),
 }

@@ -11,7 +11,8 @@ from typing import Any, Literal
 from flatmin.lab.spec.experiment import Experiment
 from flatmin.lab.studies.statistics import Interval
 
-VerdictStatus = Literal["reproduced", "not reproduced", "inconclusive", "not tested"]
+VerdictStatus = Literal["reproduced", "not reproduced", "kept", "not kept", "inconclusive", "not tested"]
+"""Of the paper's claims: reproduced or not. Of a method that should keep a gain, in a study of our own: kept or not."""
 
 
 @dataclass(frozen=True, kw_only=True)
