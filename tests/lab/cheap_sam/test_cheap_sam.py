@@ -115,6 +115,14 @@ def test_which_to_use_is_the_front_of_every_condition():
     assert all(row[3].runs for row in table.rows)
 
 
+def test_a_radius_at_the_edge_of_its_grid_is_noted():
+    """The second of Fashion-MNIST's five radii, 0.2, is the last of CIFAR-10's three."""
+    _, noisy, _, cifar, _ = cheap_sam("laptop", Invented(ERRORS)).tables
+    notes = [{row[0]: row[3].note for row in table.rows} for table in (noisy, cifar)]
+    assert (notes[0]["SAM"], notes[0]["no SAM"]) == (None, None)
+    assert (notes[1]["SAM"], notes[1]["no SAM"]) == ("rho at the edge of its grid", None)
+
+
 def test_the_share_of_the_gain():
     assert share_of_gain({"no SAM": 40.0, "SAM": 30.0, "x": 35.0}, "x") == "50 %"
     assert share_of_gain({"no SAM": 40.0, "SAM": 30.0, "x": 42.0}, "x") == "-20 %"

@@ -99,7 +99,7 @@ def _cell(entry: MethodResult, metric: str, accuracy: bool) -> Cell:
     return entry.replicas.cell_of(
         values,
         claimed=None if claimed is None else claimed.printed,
-        note=entry.incomplete_reason if values else None,
+        note=entry.incomplete_reason or entry.edge_note if values else None,
     )
 
 

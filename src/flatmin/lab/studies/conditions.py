@@ -7,7 +7,7 @@ of the two counts, since a SAM step costs two gradients.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
 
@@ -72,6 +72,16 @@ class Condition:
         return ", ".join((*self.labels, self.column))
 
 
+def edge_note(rho: float | None, tried: Collection[float]) -> str | None:
+    """Return a note where the chosen rho is the smallest or the largest of several, so that the best may lie outside.
+
+    Example:
+        >>> edge_note(0.05, [0.05, 0.1, 0.2])
+        'rho at the edge of its grid'
+    """
+    return "rho at the edge of its grid" if len(set(tried)) > 1 and rho in (min(tried), max(tried)) else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class MethodResult:
     """What came of a method in a condition."""
@@ -87,6 +97,11 @@ class MethodResult:
     def values(self, metric: str) -> dict[int, float]:
         """Return a metric, in %, by seed."""
         return self.replicas.by_seed(metric)
+
+    @property
+    def edge_note(self) -> str | None:
+        """Says that the best rho may lie outside of its grid; None if it does not seem to."""
+        return None if self.chosen is None else edge_note(self.chosen.optim.rho, [e.optim.rho for e, _ in self.tried])
 
     @property
     def incomplete_reason(self) -> str | None:

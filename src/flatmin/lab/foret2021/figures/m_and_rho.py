@@ -13,6 +13,7 @@ from flatmin.lab.foret2021.item_findings import findings, hyperparameters
 from flatmin.lab.foret2021.scales import LAPTOP_RHOS, jobs_for, replica_seeds, start
 from flatmin.lab.foret2021.settings import M_GRID, M_SHARPNESS, RHO_GRID, VALIDATION
 from flatmin.lab.spec.experiment import Experiment
+from flatmin.lab.studies.conditions import edge_note
 from flatmin.lab.studies.contrasts import Contrast, Family, mean
 from flatmin.lab.studies.findings import Findings, LineFigure, Row, Series, Table
 from flatmin.lab.studies.item import Scale
@@ -59,12 +60,11 @@ class Curve:
     def row(self) -> Row:
         """Return the curve's row of a table: its name, the chosen rho, validation and test error with it."""
         rho = self.chosen_rho
-        edge = rho is not None and len(self.replicas) > 1 and rho in (min(self.replicas), max(self.replicas))
         return [
             self.name,
             "not chosen yet" if rho is None else f"{rho:g}",
             self.chosen.cell("valid_error"),
-            self.chosen.cell("test_error", note="rho at the edge of its grid" if edge else None),
+            self.chosen.cell("test_error", note=edge_note(rho, self.replicas)),
         ]
 
 
