@@ -151,7 +151,9 @@ def _draw_surfaces(figure: SurfaceFigure) -> "Figure":
         axes.set(xlabel="direction 1", title=_plain(surface.name, 30), aspect="equal")
     drawn.axes[0].set_ylabel("direction 2")
     bar = drawn.colorbar(image, ax=drawn.axes, label=_plain(figure.height_label), shrink=0.85)
-    bar.set_ticks(levels[::6].tolist(), labels=[f"{level:.3g}" for level in levels[::6]])
+    powers = 10.0 ** np.arange(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)
+    ticks = powers if len(powers) > 1 else levels[::6]
+    bar.set_ticks(ticks.tolist(), labels=[f"{float(f'{tick:.3g}'):g}" for tick in ticks])
     bar.minorticks_off()
     return drawn
 
