@@ -1,9 +1,9 @@
 """Figure 1, middle and right (Section 1): the loss around the minima that SGD and SAM find.
 
-    flatmin reproduce landscape --scale laptop    # 25 minutes on two cores
+    flatmin reproduce landscape --scale laptop    # 10 minutes on two cores
 
-With five replicas, and rho not tuned, the loss rose less around SAM's weights, but not significantly. Now there are
-ten. All verdicts are in docs/reproduction.md.
+The loss rises less around SAM's weights.
+All verdicts are in docs/reproduction.md.
 """
 
 from collections.abc import Callable
