@@ -20,6 +20,7 @@ from flatmin.lab.foret2021.items import ITEMS
 from flatmin.lab.foret2021.scales import CUTS
 from flatmin.lab.report import write_report
 from flatmin.lab.runs.directory import read_result
+from flatmin.lab.runs.json_files import write_json
 from flatmin.lab.studies.findings import Findings
 from flatmin.lab.studies.plan import planned_jobs, with_all_missing
 from flatmin.lab.sweeps.runners import ReadOnlyRunner
@@ -59,7 +60,11 @@ def copy_small_files(asked: set[str], source: Path, target: Path) -> None:
             if (source / name / file).exists():
                 text = (source / name / file).read_text()
                 # A path on the machine of the run says nothing to others: its last part is enough.
-                (target / name / file).write_text(re.sub(r'"/[^"]*/([^"/]+)"', r'"\1"', text))
+                short = re.sub(r'"/[^"]*/([^"/]+)"', r'"\1"', text)
+                (target / name / file).write_text(short)
+                if short != text:  # with a checksum of what is left
+                    content = {key: value for key, value in json.loads(short).items() if key != "checksum"}
+                    write_json(target / name / file, content)
         for file in sorted((source / name / "measures").glob("*.json")):
             (target / name / "measures").mkdir(exist_ok=True)
             # The densities and grids have more digits than the page shows; half of the bytes are enough.

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from flatmin.lab.report import write_report
+from flatmin.lab.report.runs import read_run
 from flatmin.lab.studies.findings import Cell
 
 ROOT = Path(__file__).parents[3]
@@ -56,3 +57,11 @@ def test_no_run_tells_of_the_machine_it_ran_on_more_than_it_should(collecting):
     assert files
     for file in files:
         assert not re.search(r'"/[a-z]+/', file.read_text()), file
+
+
+@pytest.mark.parametrize("study", ["foret2021-laptop", "cheap-sam-laptop", "demo"])
+def test_every_stored_run_can_be_read(study):
+    runs = Path(__file__).parents[3] / "results" / study / "runs"
+    states = {path.name: read_run(path.name, runs).state for path in runs.iterdir()}
+    assert states
+    assert {name: state for name, state in states.items() if state not in ("finished", "failed")} == {}
