@@ -605,3 +605,10 @@ def test_findings_of_nothing_make_a_page(tmp_path):
     empty = dataclasses.replace(simple(), tables=[Table(title="T", columns=["a"], rows=[])])
     assert "<h2" in write_report([empty], runs=tmp_path, out=tmp_path / "out").read_text()
     assert "<h1>" in write_report([], runs=tmp_path, out=tmp_path / "out").read_text()
+
+
+def test_an_effect_off_the_axis_is_an_arrow_with_its_number():
+    rows = [("near", "reproduced", Interval(-5.0, 1.0)), ("far", "not reproduced", Interval(191.0, 60.0))]
+    (axes,) = draw(ForestFigure("effects", rows)).axes
+    assert [text.get_text() for text in axes.texts] == ["+191 %"]
+    assert axes.get_xlim()[1] == 100

@@ -179,9 +179,21 @@ def _draw_forest(figure: ForestFigure) -> "Figure":
         height = 0.19 * (label.count("\n") + 1) + 0.1
         color, marker = STATUS_LOOK[status]
         width = 0.0 if math.isnan(effect.half_width) else effect.half_width
-        axes.errorbar(
-            effect.mean, at + height / 2, xerr=width, color=color, marker=marker, markersize=5, capsize=3, linewidth=1.8
-        )
+        if abs(effect.mean) > FOREST_LIMIT:  # off the axis: an arrow at its end, with the number
+            end, arrow = math.copysign(FOREST_LIMIT, effect.mean), "<>"[effect.mean > 0]
+            axes.plot(end, at + height / 2, arrow, color=color, markersize=6, clip_on=False)
+            side = "left" if effect.mean < 0 else "right"
+            axes.annotate(
+                f"{effect.mean:+.0f} %",
+                (end, at + height / 2),
+                xytext=(8 if effect.mean < 0 else -8, 0),
+                textcoords="offset points",
+                ha=side,
+                va="center",
+            )
+        else:
+            place = (effect.mean, at + height / 2)
+            axes.errorbar(*place, xerr=width, color=color, marker=marker, markersize=5, capsize=3, linewidth=1.8)
         ticks.append(at + height / 2)
         at += height
     ends = [effect.mean + sign * np.nan_to_num(effect.half_width) for _, _, effect in figure.rows for sign in (-1, 1)]
