@@ -61,8 +61,9 @@ def copy_small_files(asked: set[str], source: Path, target: Path) -> None:
                 text = (source / name / file).read_text()
                 # A path on the machine of the run says nothing to others: its last part is enough.
                 short = re.sub(r'"/[^"]*/([^"/]+)"', r'"\1"', text)
-                (target / name / file).write_text(short)
-                if short != text:  # with a checksum of what is left
+                if short == text:
+                    (target / name / file).write_text(text)
+                else:  # with a checksum of what is left
                     content = {key: value for key, value in json.loads(short).items() if key != "checksum"}
                     write_json(target / name / file, content)
         for file in sorted((source / name / "measures").glob("*.json")):

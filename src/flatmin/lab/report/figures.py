@@ -179,22 +179,16 @@ def _draw_forest(figure: ForestFigure) -> "Figure":
         height = 0.19 * (label.count("\n") + 1) + 0.1
         color, marker = STATUS_LOOK[status]
         width = 0.0 if math.isnan(effect.half_width) else effect.half_width
+        middle = at + height / 2
         if abs(effect.mean) > FOREST_LIMIT:  # off the axis: an arrow at its end, with the number
-            end, arrow = math.copysign(FOREST_LIMIT, effect.mean), "<>"[effect.mean > 0]
-            axes.plot(end, at + height / 2, arrow, color=color, markersize=6, clip_on=False)
-            side = "left" if effect.mean < 0 else "right"
-            axes.annotate(
-                f"{effect.mean:+.0f} %",
-                (end, at + height / 2),
-                xytext=(8 if effect.mean < 0 else -8, 0),
-                textcoords="offset points",
-                ha=side,
-                va="center",
-            )
+            sign, arrow, side = (1, ">", "right") if effect.mean > 0 else (-1, "<", "left")
+            end, text = (sign * FOREST_LIMIT, middle), f"{effect.mean:+.0f} %"
+            axes.plot(*end, arrow, color=color, markersize=6, clip_on=False)
+            axes.annotate(text, end, (-8 * sign, 0), textcoords="offset points", ha=side, va="center")
         else:
-            place = (effect.mean, at + height / 2)
-            axes.errorbar(*place, xerr=width, color=color, marker=marker, markersize=5, capsize=3, linewidth=1.8)
-        ticks.append(at + height / 2)
+            look: dict[str, Any] = {"color": color, "marker": marker, "markersize": 5, "capsize": 3, "linewidth": 1.8}
+            axes.errorbar(effect.mean, middle, xerr=width, **look)
+        ticks.append(middle)
         at += height
     ends = [effect.mean + sign * np.nan_to_num(effect.half_width) for _, _, effect in figure.rows for sign in (-1, 1)]
     reach = [min(FOREST_LIMIT, max(-FOREST_LIMIT, 1.08 * end)) for end in (*ends, -5.0, 5.0)]
