@@ -604,7 +604,7 @@ def bound_facts(total, rise=lambda scale: 0.1):
 @pytest.mark.parametrize(
     ("total", "held"),
     [
-        (lambda rho: 10 / rho, "not tested"),
+        (lambda rho: 10 / rho, "inconclusive"),
         (lambda rho: 0.4 / rho, "reproduced"),  # some of them are below 1
         (lambda rho: 0.1, "not reproduced"),
     ],
@@ -617,7 +617,7 @@ def test_a_vacuous_bound_tests_nothing(total, held):
     assert rows["bound: the last two"][1].measured.mean == pytest.approx(total(0.2))
     assert rows["vacuous (above 1)"][1] == f"{5 * (total(0.2) > 1)} of 5"
     assert rows["test error"][2].measured.mean == pytest.approx(0.2)
-    assert ("60 of 60" in verdict.evidence) == (held == "not tested")
+    assert ("60 of 60" in verdict.evidence) == (held == "inconclusive")
 
 
 @pytest.mark.parametrize(

@@ -175,5 +175,5 @@ def _verdict(claim: str, models: Mapping[str, Replicas], measurements: Mapping[f
     if violated:
         status = "not reproduced"
     elif vacuous == len(bounds):
-        status, said = "not tested", f"{said}. A bound that exceeds 1 holds of any model and says nothing of this one"
+        status, said = "inconclusive", f"{said}. A bound that exceeds 1 holds of any model and says nothing of this one"
     return Verdict(claim=claim, status=status, evidence=f"{said}.")

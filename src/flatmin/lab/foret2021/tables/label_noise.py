@@ -94,8 +94,8 @@ def noise_and_rho(scale: Scale, runner: Runner) -> Findings:
         verdicts=[
             Verdict(
                 claim=statement.claim,
-                status="not tested",
-                evidence=f"One run each proves nothing. Best here: {best}.",
+                status="not tested" if recorder.num_missing else "inconclusive",
+                evidence=f"One run each cannot tell a rho from its neighbor. Best here: {best}.",
             )
             for statement in NOISE_VALIDATION.statements
         ],
