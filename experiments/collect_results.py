@@ -80,12 +80,11 @@ def claims_table(found: list[Findings]) -> str:
     waiting: dict[str, str] = {}
     for item in found:
         for v in item.verdicts:
-            if v.status != "not tested" or any(c.num_pairs > 1 for c in v.comparisons):
-                lines.append(f"| `{item.item}` | {v.claim} | **{v.status}** | {v.evidence} |")
-            elif item.num_missing:
+            if item.num_missing and v.status == "not tested" and all(c.num_pairs < 2 for c in v.comparisons):
                 waiting[item.item] = f"`{item.item}` ({item.num_missing} runs)"
             else:
-                waiting[item.item] = f"`{item.item}`"
+                claim, evidence = (text.replace("|", r"\|") for text in (v.claim, v.evidence))
+                lines.append(f"| `{item.item}` | {claim} | **{v.status}** | {evidence} |")
     waits = f"\n\nNot tested, or not in full, with the runs that are missing: {', '.join(waiting.values())}."
     return "\n".join(lines) + (waits if waiting else "")
 
