@@ -1,8 +1,8 @@
 """Table 2 (Section 3.1): ResNets on ImageNet, for more and more epochs.
 
-    flatmin reproduce imagenet --scale laptop    # 40 minutes on two cores
+    flatmin reproduce imagenet --scale laptop    # 12 minutes on two cores
 
-Not judged yet. All verdicts are in docs/reproduction.md.
+On CIFAR-10 at 16 x 16 pixels rho = 0.05 changes nothing measurable, for 20, 40 or 80 epochs. All verdicts are in docs/reproduction.md.
 """
 
 from collections.abc import Sequence
