@@ -2,7 +2,8 @@
 
     flatmin reproduce inner-steps --scale laptop    # 12 minutes on two cores
 
-Five steps find twice the sharpness of one at the end of training, and change the error by 0.3 points. All verdicts are in docs/reproduction.md.
+Five steps find twice the sharpness of one at the end of training, and change the error by 0.3 points.
+All verdicts are in docs/reproduction.md.
 """
 
 import math

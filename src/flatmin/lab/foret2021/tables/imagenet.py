@@ -2,7 +2,8 @@
 
     flatmin reproduce imagenet --scale laptop    # 12 minutes on two cores
 
-On CIFAR-10 at 16 x 16 pixels rho = 0.05 changes nothing measurable, for 20, 40 or 80 epochs. All verdicts are in docs/reproduction.md.
+On CIFAR-10 at 16 x 16 pixels rho = 0.05 changes nothing measurable, for 20, 40 or 80 epochs.
+All verdicts are in docs/reproduction.md.
 """
 
 from collections.abc import Sequence
