@@ -46,6 +46,7 @@ CUTS: dict[str, tuple[str, ...]] = {
         "at 20 % and 80 % noise: images of 14 x 14 pixels; SGD, Mixup and SAM only (no bootstrapping, no m = 16)",
     ),
     "imagenet": ("images of 16 x 16 pixels",),
+    **dict.fromkeys(("fine-tuning", "fine-tuning-rho-0.05"), ("images of 64 x 64 pixels",)),
     "svhn-fashion": ("SVHN", "Fashion-MNIST with Cutout", "Shake-Shake", "images of 14 x 14 pixels"),
     "rho-0.05": ("all but CIFAR-10 with WRN-10-2 and basic augmentation",),
     "noise-and-rho": ("60 % noise", "rho = 0.01 and 0.02", "images of 14 x 14 pixels"),
@@ -152,7 +153,7 @@ LAPTOP_SUMMARIES: dict[tuple[str, ...], str] = {
     ("imagenet",): "A small model (WRN-10-2) on 1,000 images of CIFAR-10 for 20, 40 and 80 epochs on a laptop's "
     "two cores, in place of ResNets on the 1.28 million images of ImageNet for 100, 200 and 400 epochs on 32 "
     f"accelerators. The paper's numbers are ResNet-50's. {SIGN_ONLY}",
-    ("fine-tuning", "fine-tuning-rho-0.05"): "EfficientNet-Lite0, pretrained on ImageNet, on Flowers-102 at 128 "
+    ("fine-tuning", "fine-tuning-rho-0.05"): "EfficientNet-Lite0, pretrained on ImageNet, on Flowers-102 at 64 "
     "pixels for 3 epochs, in place of EfficientNet-b7 and -L2 at 475 to 600 pixels for 5,000 steps of 1,024 images.",
     ("label-noise",): "A small model (WRN-10-2) on 1,000 images of Fashion-MNIST for 40 epochs on a laptop's two "
     "cores, in place of ResNet-32 on 50,000 images of CIFAR-10 for 200 epochs on 8 GPUs. The model has many "
