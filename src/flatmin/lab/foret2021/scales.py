@@ -50,7 +50,7 @@ CUTS: dict[str, tuple[str, ...]] = {
     "svhn-fashion": ("SVHN", "Fashion-MNIST with Cutout", "Shake-Shake", "images of 14 x 14 pixels"),
     "rho-0.05": ("all but CIFAR-10 with WRN-10-2 and basic augmentation",),
     "noise-and-rho": ("60 % noise", "rho = 0.01 and 0.02", "images of 14 x 14 pixels"),
-    "m-and-rho": ("m below 16 (the paper's smallest is 4)", "images of 14 x 14 pixels"),
+    "m-and-rho": ("all m but 16 and 128 (the paper's smallest is 4)", "images of 14 x 14 pixels"),
     "predictive": ("24 of 72 models: those of width 3", "images of 14 x 14 pixels"),
     "p-norm": ("random perturbations of length 0.2", "images of 14 x 14 pixels"),
     "inner-steps": ("CIFAR-100", "images of 14 x 14 pixels"),
