@@ -2,7 +2,7 @@
 
     flatmin reproduce p-norm --scale laptop    # 25 minutes on two cores
 
-Adversarial perturbations beat random ones; p = 2 and p = inf cannot be told apart. All verdicts are in docs/reproduction.md.
+Adversarial perturbations beat random ones; p = 2 and p = inf look alike. All verdicts are in docs/reproduction.md.
 """
 
 import math
