@@ -23,8 +23,8 @@ from flatmin.lab.runs.directory import read_result
 from flatmin.lab.runs.json_files import write_json
 from flatmin.lab.studies.findings import Findings
 from flatmin.lab.studies.plan import planned_jobs, with_all_missing
+from flatmin.lab.sweeps.jobs import Job
 from flatmin.lab.sweeps.runners import ReadOnlyRunner
-from flatmin.lab.training.step_cost import passes_per_step
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results" / "foret2021-laptop"
@@ -89,27 +89,29 @@ def claims_table(found: list[Findings]) -> str:
     return "\n".join(lines) + (waits if waiting else "")
 
 
-def images_per_second(runs: Path) -> float:
-    """Return how many images a core passes forward and backward through a WRN-10-2 in a second: the runs' median."""
-    rates = []
+def seconds_per_pass(runs: Path) -> dict[str, float]:
+    """Return how long a core takes for one unit of `weighted_cost`, by model: the median of its runs."""
+    times: dict[str, list[float]] = {}
     for path in sorted(runs.glob("*/result.json")):
         result = read_result(path.parent)
-        if result.experiment.model.name == "wrn-10-2" and result.experiment.model.norm == "batch":
-            size = result.experiment.data.train_size or 0
-            passes = len(result.history) * size * passes_per_step(result.experiment)
-            rates.append(passes / result.time_seconds)
-    return median(rates)
+        if not result.experiment.data.bootstrap:  # which trains two models
+            job = Job(experiment=replace(result.experiment, epochs=len(result.history)))
+            times.setdefault(result.experiment.model.name, []).append(result.time_seconds / weighted_cost([job]))
+    return {model: median(values) for model, values in times.items()}
 
 
 def cost_table(runs: Path) -> str:
     """Return what each item costs on a laptop, as Markdown."""
-    rate = images_per_second(runs)
+    seconds = seconds_per_pass(runs)
     lines = ["| item | where | models | images forward and backward | hours of two cores |", "|---|---|---|---|---|"]
     for name, item in ITEMS.items():
         jobs = planned_jobs(item.study, "laptop")
-        passes = cost(jobs)
-        hours = weighted_cost(jobs) / rate / 2 / 3600
-        lines.append(f"| `{name}` | {item.source} | {num_models(jobs)} | {passes / 1e6:.1f} million | {hours:.1f} |")
+        by_model: dict[str, list[Job]] = {}
+        for job in jobs:
+            by_model.setdefault(job.experiment.model.name, []).append(job)
+        hours = sum(weighted_cost(group) * seconds[model] for model, group in by_model.items()) / 2 / 3600
+        models, passes = num_models(jobs), cost(jobs)
+        lines.append(f"| `{name}` | {item.source} | {models} | {passes / 1e6:.1f} million | {hours:.1f} |")
     return "\n".join(lines)
 
 

@@ -42,8 +42,8 @@ CUTS: dict[str, tuple[str, ...]] = {
         "Shake-Shake sees images of 14 x 14 pixels, and its learning rate is not tuned",
     ),
     "label-noise": (
-        "60 % noise",
-        "at 20 % and 80 % noise: images of 14 x 14 pixels; SGD, Mixup and SAM only (no bootstrapping, no m = 16)",
+        "60 % and 80 % noise",
+        "at 20 % noise: images of 14 x 14 pixels; SGD, Mixup and SAM only (no bootstrapping, no m = 16)",
     ),
     "imagenet": ("images of 16 x 16 pixels",),
     **dict.fromkeys(("fine-tuning", "fine-tuning-rho-0.05"), ("images of 64 x 64 pixels",)),

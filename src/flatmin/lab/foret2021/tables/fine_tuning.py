@@ -3,7 +3,7 @@
     flatmin reproduce fine-tuning          --scale laptop    # 20 minutes on two cores
     flatmin reproduce fine-tuning-rho-0.05 --scale laptop    # 5 minutes more
 
-Not judged yet. All verdicts are in docs/reproduction.md.
+SAM is far worse than training twice as long: 3 epochs are too few. All verdicts are in docs/reproduction.md.
 """
 
 from collections.abc import Sequence
