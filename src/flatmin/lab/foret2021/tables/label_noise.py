@@ -1,9 +1,9 @@
 """Tables 4 and 8 (Section 3.3, Appendix C.1): models trained on noisy labels.
 
-    flatmin reproduce label-noise   --scale laptop    # 85 minutes on two cores
+    flatmin reproduce label-noise   --scale laptop    # 75 minutes on two cores
     flatmin reproduce noise-and-rho --scale laptop    # 12 minutes on two cores
 
-At 40 % noise SAM is far better than SGD, and better still when bootstrapped. All verdicts are in docs/reproduction.md.
+SAM is far better than SGD with noisy labels, and better still when bootstrapped. All verdicts are in docs/reproduction.md.
 """
 
 from collections.abc import Mapping, Sequence
