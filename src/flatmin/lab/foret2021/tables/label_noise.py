@@ -3,7 +3,8 @@
     flatmin reproduce label-noise   --scale laptop    # 75 minutes on two cores
     flatmin reproduce noise-and-rho --scale laptop    # 12 minutes on two cores
 
-SAM is far better than SGD with noisy labels, and better still when bootstrapped. All verdicts are in docs/reproduction.md.
+SAM is far better than SGD with noisy labels, and bootstrapped it is better still.
+All verdicts are in docs/reproduction.md.
 """
 
 from collections.abc import Mapping, Sequence
