@@ -181,3 +181,9 @@ def test_a_run_is_missing_until_it_is_measured_in_full():
     assert recorder.runs == tuple(one.job.name for one in found)
     assert recorder.complete_runs == (found[0].job.name, diverged.job.name)
     assert recorder.notes == (f"{diverged.job.name} failed: diverged",)
+
+
+def test_a_difference_from_nothing_has_no_baseline_to_be_a_share_of():
+    gains = {0: -8.0, 1: -9.0, 2: -10.0}
+    assert math.isnan(contrast(dict.fromkeys(gains, 0.0), gains).comparison(p_holm=0.01).baseline)
+    assert contrast(gains, {0: 8.0, 1: 9.0, 2: 10.0}).comparison(p_holm=0.01).baseline == 9.0

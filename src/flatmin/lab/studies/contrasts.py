@@ -58,7 +58,8 @@ class Contrast:
         return Comparison(
             name=f"{self.lower_name} - {self.higher_name}",
             difference=mean_and_interval(self.differences),
-            baseline=mean(high for _, high in self.pairs),
+            # Of a difference from nothing the share is always 100 %, and tells nothing.
+            baseline=mean(high for _, high in self.pairs) if any(low for low, _ in self.pairs) else math.nan,
             quantity=self.quantity,
             p_value=self.p_value,
             p_holm=p_holm,
