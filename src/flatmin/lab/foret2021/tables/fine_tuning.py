@@ -1,7 +1,7 @@
 """Tables 3 and 10 (Section 3.2, Appendices C.2 and C.3): fine-tuning of pretrained models.
 
-    flatmin reproduce fine-tuning          --scale laptop    # 20 minutes on two cores
-    flatmin reproduce fine-tuning-rho-0.05 --scale laptop    # 5 minutes more
+    flatmin reproduce fine-tuning          --scale laptop    # 25 minutes on two cores
+    flatmin reproduce fine-tuning-rho-0.05 --scale laptop    # 8 minutes more
 
 SAM is far worse than training twice as long: 3 epochs are too few. All verdicts are in docs/reproduction.md.
 """
