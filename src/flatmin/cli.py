@@ -1,4 +1,4 @@
-"""The command ``flatmin``: demo, train, reproduce, report, list, show, measure.
+"""The command ``flatmin``: demo, train, reproduce, report, collect, list, show, measure.
 
 Exit codes: 0 done; 1 internal error; 2 wrong command, setting, model or run, or out of memory; 3 data missing or
 corrupt; 4 writing failed; 5 the loss diverged; 128 + n stopped by signal n (130 Ctrl-C, 143 SIGTERM).
@@ -81,6 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str], console: Console) -> None:
     # Not at the top: a Ctrl-C while they are imported is one like any other.
+    from flatmin.lab.commands.collect import Collect
     from flatmin.lab.commands.demo import Demo
     from flatmin.lab.commands.list import List
     from flatmin.lab.commands.measure import Measure
@@ -94,6 +95,7 @@ def _run(arguments: Sequence[str], console: Console) -> None:
         "train": Train,
         "reproduce": Reproduce,
         "report": Report,
+        "collect": Collect,
         "list": List,
         "show": Show,
         "measure": Measure,

@@ -12,7 +12,7 @@ from typing import Any
 from flatmin.lab.errors import SpecError
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
 from flatmin.lab.studies.conditions import Condition, Method, with_rates
-from flatmin.lab.studies.item import Scale
+from flatmin.lab.studies.study import Scale
 from flatmin.lab.training.step_cost import passes_per_step
 
 RHOS = (0.1, 0.2, 0.3, 0.5, 0.8)

@@ -14,14 +14,13 @@ from dataclasses import dataclass, replace
 
 from flatmin.lab.cheap_sam.arms import ARMS, BASE, PLAIN, SAM, conditions, cost_in_passes
 from flatmin.lab.studies.condition_tables import setting_of
-from flatmin.lab.studies.conditions import MethodResult, run_conditions
+from flatmin.lab.studies.conditions import MethodResult, condition_jobs, condition_results
 from flatmin.lab.studies.contrasts import Contrast, Family
 from flatmin.lab.studies.contrasts import mean as mean_of
 from flatmin.lab.studies.findings import Cell, Findings, LineFigure, Row, Series, Table, Verdict, own_settings
-from flatmin.lab.studies.item import Item, Scale
-from flatmin.lab.studies.replicas import RecordingRunner, runs_of
+from flatmin.lab.studies.replicas import runs_of
 from flatmin.lab.studies.statistics import Interval, mean_and_interval
-from flatmin.lab.sweeps.runners import Runner
+from flatmin.lab.studies.study import Groups, Item, Known, Scale
 
 KEPT = 0.9
 """The share of SAM's gain that a cheap method has to keep."""
@@ -56,15 +55,23 @@ class Point:
     error: Interval
 
 
-def cheap_sam(scale: Scale, runner: Runner) -> Findings:
-    """Run all arms in all conditions and say which keep SAM's gain."""
-    recorder = RecordingRunner(runner)
-    results = [run_conditions([condition], recorder, "cheap-sam", seeds) for condition, seeds in conditions(scale)]
+def cheap_sam_jobs(scale: Scale, known: Known) -> Groups:
+    """Return all arms in all conditions."""
+    groups = [condition_jobs([condition], known, "cheap-sam", seeds) for condition, seeds in conditions(scale)]
+    return {key: jobs for group in groups for key, jobs in group.items()}
+
+
+def results_of(scale: Scale, known: Known) -> list[list[MethodResult]]:
+    """Return what is known of all arms, condition by condition."""
+    return [condition_results([condition], known, "cheap-sam", seeds) for condition, seeds in conditions(scale)]
+
+
+def cheap_sam(scale: Scale, known: Known) -> Findings:
+    """Say which arms keep SAM's gain."""
+    results = results_of(scale, known)
     kept = {(r.condition.name, r.method.name): _kept(r, entries) for entries in results for r in _tested(entries)}
     family = Family(kept.values())
     verdicts = [_verdict(r, kept[r.condition.name, r.method.name], family) for rs in results for r in _tested(rs)]
-    if scale == "smoke":
-        verdicts = [replace(v, status="not tested", evidence="A smoke test judges nothing.") for v in verdicts]
     chosen = [r.chosen for entries in results for r in entries if r.chosen is not None]
     return Findings(
         item="cheap-sam",
@@ -80,10 +87,7 @@ def cheap_sam(scale: Scale, runner: Runner) -> Findings:
             f"An arm keeps SAM's gain if its error is below that without SAM minus {KEPT:.0%} of what "
             "SAM gains (one-sided paired t-test, Holm's correction over all arms of all conditions). It does not "
             "if the 95 % interval of the excess lies above 0.",
-            *recorder.notes,
         ),
-        runs=list(recorder.runs),
-        num_missing=recorder.num_missing,
     )
 
 
@@ -106,7 +110,7 @@ def _kept(entry: MethodResult, entries: Sequence[MethodResult]) -> OneSided:
         higher_name=f"the error without SAM less {KEPT:.0%} of SAM's gain",
         lower=entry.values("test_error"),
         higher=limit,
-        num_asked=max(2, len(entry.replicas.outcomes), len(_by_name(entries)[SAM].replicas.outcomes)),
+        num_asked=max(2, len(entry.replicas.records), len(_by_name(entries)[SAM].replicas.records)),
         runs=runs_of(_by_name(entries)[name].replicas for name in (BASE, SAM, entry.method.name)),
     )
 
@@ -251,4 +255,4 @@ def _pareto_figure(entries: Sequence[MethodResult]) -> LineFigure:
     )
 
 
-CHEAP_SAM = Item(name="cheap-sam", title=TITLE, source=SOURCE, study=cheap_sam)
+CHEAP_SAM = Item(name="cheap-sam", title=TITLE, source=SOURCE, jobs=cheap_sam_jobs, findings=cheap_sam)

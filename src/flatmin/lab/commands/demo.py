@@ -7,7 +7,9 @@ from rich.console import Console
 
 from flatmin.lab.commands.console import table
 from flatmin.lab.commands.report import write_page
+from flatmin.lab.runs.record import Records
 from flatmin.lab.studies.findings import Cell, Findings
+from flatmin.lab.studies.study import describe, run_study
 
 
 @dataclass(frozen=True)
@@ -21,13 +23,15 @@ class Demo:
 
     def run(self, console: Console) -> None:
         """Train, measure, print the table, write the page."""
-        from flatmin.lab.demo.study import demo
+        from flatmin.lab.demo.study import DEMO
         from flatmin.lab.sweeps.sweep import Sweeper
 
+        known = Records(self.runs)
         with Sweeper(runs=self.runs, processes=self.processes, console=console) as sweeper:
-            findings = demo(sweeper)
+            run_study(DEMO, "laptop", known, sweeper.run)
+        findings = describe(DEMO, "laptop", known)
         print_results(findings, console)
-        page = write_page([findings], self.runs, self.runs, "SAM on 500 handwritten digits")
+        page = write_page([findings], known, self.runs, "SAM on 500 handwritten digits")
         console.print(f"The page with curves, spectra and landscapes: {page}")
 
 

@@ -1,7 +1,10 @@
-"""Everything that ``flatmin reproduce`` can run: the paper's tables and figures, and our own study."""
+"""Everything that ``flatmin reproduce`` can run: the paper's tables and figures, our own study, and the demo."""
 
 from flatmin.lab.cheap_sam.study import CHEAP_SAM
-from flatmin.lab.foret2021 import items as foret2021
-from flatmin.lab.studies.item import Item
+from flatmin.lab.demo.study import DEMO
+from flatmin.lab.foret2021.items import ITEMS as PAPER_ITEMS
+from flatmin.lab.studies.study import Item
 
-ITEMS: dict[str, Item] = {**foret2021.ITEMS, CHEAP_SAM.name: CHEAP_SAM}
+__all__ = ["ITEMS", "PAPER_ITEMS"]
+
+ITEMS: dict[str, Item] = {**PAPER_ITEMS, CHEAP_SAM.name: CHEAP_SAM, DEMO.name: DEMO}

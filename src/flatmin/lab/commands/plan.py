@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import Console
 
 from flatmin.lab.commands.console import table
-from flatmin.lab.foret2021.cost import cost, disk_bytes, model_flops, num_models, training_flops
 from flatmin.lab.spec.experiment import Data, Experiment, Model
+from flatmin.lab.studies.cost import cost, disk_bytes, model_flops, num_models, training_flops
 from flatmin.lab.sweeps.jobs import Job
 
 REFERENCE = Experiment(data=Data(name="cifar10"), model=Model(name="wrn-28-10"))

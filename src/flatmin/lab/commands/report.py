@@ -1,5 +1,6 @@
 """``flatmin report`` writes a page on existing runs."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,14 +9,14 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from flatmin.lab.cheap_sam.study import CHEAP_SAM
-from flatmin.lab.commands.items import ITEMS
-from flatmin.lab.errors import SpecError
+from flatmin.lab.commands.items import ITEMS, PAPER_ITEMS
+from flatmin.lab.errors import CorruptFileError, SpecError
+from flatmin.lab.runs.record import Records, all_records
 from flatmin.lab.spec.fields import did_you_mean
 from flatmin.lab.studies.findings import Findings
-from flatmin.lab.studies.item import Item, Scale
-from flatmin.lab.studies.plan import with_all_missing
-from flatmin.lab.sweeps.runners import ReadOnlyRunner
+from flatmin.lab.studies.study import SCALES, Item, Scale, describe
+
+STUDY_FILE = "study.json"
 
 
 @dataclass(frozen=True)
@@ -23,11 +24,12 @@ class Report:
     """Write a page on existing runs: the paper's tables with its numbers next to the measured ones; or on any runs."""
 
     items: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """Names of items (`flatmin list items`), or all of the paper's; without, a plain table of all runs."""
+    """Names of items (`flatmin list items`), or all of the paper's. Without, those that the runs were collected for
+    (`flatmin collect`), or a plain table of all runs."""
     scale: Scale = "laptop"
     """At which scale they were run."""
     runs: Path = Path("runs/reproduce")
-    """The directory of the runs."""
+    """The directory of the runs, or one with runs.jsonl (`flatmin collect`)."""
     out: Path | None = None
     """Where the page goes; RUNS/report-SCALE (or RUNS/report) if None."""
     title: str = field(default="")
@@ -37,20 +39,37 @@ class Report:
         """Read the runs and write the page."""
         from flatmin.lab.report import describe_runs
 
-        if not self.items:
-            described = [describe_runs(self.runs)]
-            out = self.out or self.runs / "report"
+        items, scale, title = (self.items, self.scale, self.title) if self.items else read_study(self.runs)
+        if not items:
+            known = all_records(self.runs)
+            described, out = [describe_runs(known)], self.out or self.runs / "report"
         else:
-            archive = ReadOnlyRunner(self.runs)
-            described = [
-                with_all_missing(item.study(self.scale, archive), item.study, archive)
-                for item in items_named(self.items)
-            ]
-            out = self.out or self.runs / f"report-{self.scale}"
-        page = write_page(described, self.runs, out, self.title)
+            known = Records(self.runs)
+            described = [describe(item, scale, known) for item in items_named(items)]
+            out = self.out or self.runs / f"report-{scale}"
+        page = write_page(described, known, out, self.title or title)
         for findings in described:
             print_verdicts(findings, console)
         console.print(f"The page: {page}")
+
+
+def read_study(results: Path) -> tuple[tuple[str, ...], Scale, str]:
+    """Return the items, the scale and the title that runs were collected for; no items if they were not collected.
+
+    Raises:
+        CorruptFileError: the file that says so cannot be used.
+    """
+    file = results / STUDY_FILE
+    try:
+        study = json.loads(file.read_bytes())
+        items, scale, title = tuple(map(str, study["items"])), study["scale"], str(study["title"])
+        if scale not in SCALES:
+            raise ValueError(f"{scale!r} is not a scale")
+    except FileNotFoundError:
+        return (), "laptop", ""
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CorruptFileError(file, error, "Collect the runs again.") from None
+    return items, scale, title
 
 
 def items_named(names: Sequence[str]) -> list[Item]:
@@ -60,7 +79,7 @@ def items_named(names: Sequence[str]) -> list[Item]:
         SpecError: there is no such item.
     """
     if "all" in names:
-        return [item for item in ITEMS.values() if item is not CHEAP_SAM]
+        return list(PAPER_ITEMS.values())
     for name in names:
         if name not in ITEMS:
             hint = did_you_mean(name, ITEMS)
@@ -68,11 +87,11 @@ def items_named(names: Sequence[str]) -> list[Item]:
     return [ITEMS[name] for name in names]
 
 
-def write_page(findings: Sequence[Findings], runs: Path, out: Path, title: str = "") -> Path:
+def write_page(findings: Sequence[Findings], known: Records, out: Path, title: str = "") -> Path:
     """Write the page and return its path."""
     from flatmin.lab.report import write_report
 
-    return write_report(findings, runs=runs, out=out, **({"title": title} if title else {}))
+    return write_report(findings, known=known, out=out, title=title or "Paper vs. measured")
 
 
 def print_verdicts(findings: Findings, console: Console) -> None:

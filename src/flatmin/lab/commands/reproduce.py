@@ -2,7 +2,7 @@
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -13,13 +13,11 @@ from rich.console import Console
 from flatmin.lab.commands.items import ITEMS
 from flatmin.lab.commands.plan import print_plan
 from flatmin.lab.commands.report import items_named, print_verdicts, write_page
-from flatmin.lab.errors import DataError, ModelError, SpecError
-from flatmin.lab.studies.findings import Findings
-from flatmin.lab.studies.item import Item, Scale
-from flatmin.lab.studies.plan import plan, with_all_missing
+from flatmin.lab.errors import DataError, InterruptedRun, ModelError, SpecError
+from flatmin.lab.runs.record import Records
+from flatmin.lab.studies.study import Item, Scale, describe, is_meant, missing_jobs, planned_jobs, run_study
 from flatmin.lab.sweeps.jobs import Job
 from flatmin.lab.sweeps.preflight import Inputs
-from flatmin.lab.sweeps.runners import DryRunner, FilteredRunner, ReadOnlyRunner, Runner, is_meant, label
 from flatmin.lab.training.engine import CHECKPOINT_SECONDS
 
 SHOWN_NAMES = 5
@@ -59,7 +57,7 @@ class Reproduce:
     """For --plan: how many images one device trains per second, for a WRN-28-10 on CIFAR-10 without SAM."""
 
     def run(self, console: Console) -> None:
-        """Run the items, one after the other; write the page after each."""
+        """Run the items, one after the other, and write the page on all of them."""
         from flatmin.lab.sweeps.sweep import Sweeper
 
         if not self.items:
@@ -67,60 +65,61 @@ class Reproduce:
         speed = self.images_per_second
         if speed is not None and not (self.plan and 0 < speed < math.inf):
             raise SpecError(f"--images-per-second must be positive, and goes with --plan; got {speed}.")
-        chosen, archive = items_named(self.items), ReadOnlyRunner(self.runs)
-        plans = {item.name: plan(item.study, self.scale, archive) for item in chosen}
-        missing = {
-            name: [job for job in planned.missing.values() if is_meant(label(job), self.only)]
-            for name, planned in plans.items()
-        }
+        chosen, known = items_named(self.items), Records(self.runs)
+        plans = {item.name: planned_jobs(item, self.scale, known).values() for item in chosen}
+        missing = {name: missing_jobs(jobs, known, self.only) for name, jobs in plans.items()}
         if self.plan:
             print_plan(missing, self.scale, speed, console)
             return
-        self._check_only(plans.values())
+        self._check_only([job for jobs in plans.values() for job in jobs])
         skipped = self._cannot_run(missing)
         _raise_if_none_is_left(chosen, skipped)
         for name, why in skipped.items():
             console.print(f"{name} is left out: {why}", highlight=False, markup=False)
-        out = self.out or self.runs / f"report-{self.scale}"
-        shown: list[Findings] = []
-        page: Path | None = None
-        with Sweeper(
-            runs=self.runs,
-            data_root=self.data_root,
-            engine=self.engine,
-            address=self.address,
-            processes=self.processes,
-            threads=self.threads,
-            checkpoint_seconds=self.checkpoint_seconds,
-            deterministic=self.deterministic,
-            console=console,
-        ) as sweeper:
-            runner: Runner = FilteredRunner(sweeper, archive, self.only) if self.only else sweeper
-            for item in (item for item in chosen if item.name not in skipped):
-                console.print(f"{item.source}: {item.title} ({item.name}, {self.scale})", style="bold")
-                try:
-                    findings = item.study(self.scale, runner)
-                except (DataError, ModelError) as error:  # found, but corrupt: the other items may not need it
-                    skipped[item.name] = error
-                    _raise_if_none_is_left(chosen, skipped)
-                    console.print(f"{item.name} is left out: {error}", highlight=False, markup=False)
-                    continue
-                shown.append(with_all_missing(findings, item.study, archive))
-                page = write_page(shown, self.runs, out)
-                print_verdicts(shown[-1], console)
-        if page is not None:
-            console.print(f"The page: {page}")
-        if isinstance(runner, FilteredRunner) and runner.num_meant == 0 and not skipped:
-            raise SpecError(self._what_comes_first(chosen, archive))
+        shown: list[Item] = []
+        num_run = 0
+        try:
+            with Sweeper(
+                runs=self.runs,
+                data_root=self.data_root,
+                engine=self.engine,
+                address=self.address,
+                processes=self.processes,
+                threads=self.threads,
+                checkpoint_seconds=self.checkpoint_seconds,
+                deterministic=self.deterministic,
+                console=console,
+            ) as sweeper:
+                for item in (item for item in chosen if item.name not in skipped):
+                    console.print(f"{item.source}: {item.title} ({item.name}, {self.scale})", style="bold")
+                    shown.append(item)
+                    try:
+                        num_run += run_study(item, self.scale, known, sweeper.run, self.only)
+                    except (DataError, ModelError) as error:  # found, but corrupt: the other items may not need it
+                        shown.pop()
+                        skipped[item.name] = error
+                        _raise_if_none_is_left(chosen, skipped)
+                        console.print(f"{item.name} is left out: {error}", highlight=False, markup=False)
+                        continue
+                    print_verdicts(describe(item, self.scale, known), console)
+        except InterruptedRun:
+            known = Records(self.runs)  # with what the last sweep has finished
+            raise
+        finally:
+            if shown:
+                found = [describe(item, self.scale, known) for item in shown]
+                page = write_page(found, known, self.out or self.runs / f"report-{self.scale}")
+                console.print(f"The page: {page}")
+        if self.only and not num_run and not skipped and any(missing.values()):
+            raise SpecError(self._what_comes_first(chosen, known))
         if skipped:
             reasons = "\n".join(dict.fromkeys(map(str, skipped.values())))
             raise DataError(f"What {', '.join(skipped)} needed was not there; all else was run.\n{reasons}")
 
-    def _check_only(self, plans: Iterable[DryRunner]) -> None:
+    def _check_only(self, jobs: Sequence[Job]) -> None:
         """Raise a SpecError if ``only`` means no run of any item."""
-        labels = dict.fromkeys(text for planned in plans for text in planned.labels)
-        if not any(is_meant(text, self.only) for text in labels) and self.only:
-            names = list(dict.fromkeys(text.rpartition("/")[0].removesuffix(" (choosing)") for text in labels))
+        if not any(is_meant(job, self.only) for job in jobs) and self.only:
+            names = list(dict.fromkeys(job.experiment.name.removesuffix(" (choosing)") for job in jobs))
             close = difflib.get_close_matches(self.only[0], names, n=SHOWN_NAMES, cutoff=0.5) or names[:SHOWN_NAMES]
             raise SpecError(
                 f"--only {' '.join(self.only)}: no run has that in its name. There are {len(names)} names, for "
@@ -135,17 +134,17 @@ class Reproduce:
         problems = {name: inputs.problems(jobs) for name, jobs in missing.items()}
         return {name: type(errors[0])("\n".join(map(str, errors))) for name, errors in problems.items() if errors}
 
-    def _what_comes_first(self, chosen: Sequence[Item], archive: ReadOnlyRunner) -> str:
+    def _what_comes_first(self, chosen: Sequence[Item], known: Records) -> str:
         """Return why nothing was run though ``only`` means some runs: their settings are to be chosen by others."""
-        missing = [label(job) for item in chosen for job in plan(item.study, self.scale, archive).missing.values()]
-        names = dict.fromkeys(text.rpartition("/")[0] for text in missing)
-        conditions = {name.rpartition("/")[0] for name in names if is_meant(name, self.only)}
+        jobs = [job for item in chosen for job in planned_jobs(item, self.scale, known).values()]
+        missing = missing_jobs(jobs, known)
+        conditions = {job.experiment.name.rpartition("/")[0] for job in missing if is_meant(job, self.only)}
+        names = dict.fromkeys(job.experiment.name for job in missing if not is_meant(job, self.only))
         first = [
             name.removesuffix(" (choosing)")
             for name in names
             if name.endswith(" (choosing)") and name.rpartition("/")[0] in conditions
         ]
-        first = [name for name in first if not is_meant(name, self.only)]
         return (
             f"--only {' '.join(self.only)}: nothing was run, because the settings of these runs follow from a choice "
             f"among others. Name those too, or first: {', '.join(first[:SHOWN_NAMES])}."

@@ -14,10 +14,11 @@ from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
 from flatmin.lab.studies.contrasts import Contrast, Family, mean
 from flatmin.lab.studies.findings import Cell, Findings, Hyperparameter, LineFigure, Row, Table, Verdict
 from flatmin.lab.studies.measured_figures import density_figures, landscape_figures
-from flatmin.lab.studies.replicas import RecordingRunner, Replicas, measured, runs_of
+from flatmin.lab.studies.replicas import Replicas, measured, replicas_of, runs_of
 from flatmin.lab.studies.statistics import SIGNIFICANT, Interval, p_text
-from flatmin.lab.sweeps.jobs import Job, Measurement
-from flatmin.lab.sweeps.runners import Runner
+from flatmin.lab.studies.study import Item, Known, Scale
+from flatmin.lab.sweeps.jobs import Job
+from flatmin.lab.sweeps.measurements import Landscape, Sharpness, Spectrum
 
 SEEDS = (0, 1, 2)
 NOISE_RATES = (0.0, 0.4)
@@ -31,10 +32,12 @@ METHODS: dict[str, Callable[[Experiment, float], Experiment]] = {
 }
 """What each method makes of SGD's experiment and the tuned rho. Those without SAM are baselines. The radius of a part
 is not tuned: rho_SAM * sqrt(part) is where its tuning would start."""
-SHARPNESS = Measurement(kind="sharpness", settings=(("rho", 0.05), ("m", BATCH_SIZE)))
-CURVATURE = Measurement(kind="spectrum", settings=(("num_eigenvalues", 1), ("steps", 2), ("probes", 1)))
-SPECTRUM = Measurement(kind="spectrum", settings=(("num_eigenvalues", 1), ("steps", 40), ("probes", 2)))
-LANDSCAPE = Measurement(kind="landscape", settings=(("span", 1.0), ("points", 15)))
+BASELINES = ("SGD", "SGD, twice the epochs")
+SHARPNESS = Sharpness(rho=0.05, m=BATCH_SIZE)
+CURVATURE = Spectrum(num_eigenvalues=1, steps=2, probes=1)
+SPECTRUM = Spectrum(num_eigenvalues=1, steps=40, probes=2)
+LANDSCAPE = Landscape(span=1.0, points=15)
+TITLE, SOURCE = "SGD and SAM, with clean and with noisy labels", "flatmin demo"
 ABOUT = (
     "A small model trained with SGD, with SGD for twice as many epochs (SAM computes two gradients per step), with "
     "SAM, and with SAM on an eighth of each batch (1.125 gradients per step); with clean labels, and with 40 % of the "
@@ -87,23 +90,26 @@ def demo_experiments(seed: int) -> dict[tuple[float, str], Experiment]:
     return experiments
 
 
-def demo(runner: Runner) -> Findings:
-    """Train and measure all models, and return what they show."""
-    recorder = RecordingRunner(runner)
+def demo_jobs(scale: Scale, known: Known) -> dict[tuple[float, str], list[Job]]:
+    """Return the models of all seeds, by noise rate and method; there is one scale."""
     by_seed = {seed: demo_experiments(seed) for seed in SEEDS}
-    jobs = {
+    return {
         (noise, method): [_job(by_seed[seed][noise, method], seed) for seed in SEEDS]
         for noise in NOISE_RATES
         for method in METHODS
     }
-    asked = recorder.replicas(jobs, "SGD and SAM on 500 digits")
+
+
+def demo(scale: Scale, known: Known) -> Findings:
+    """Return what the models show."""
+    asked = replicas_of(demo_jobs(scale, known), known)
     models = {noise: {m: replace(asked[noise, m], name=m) for m in METHODS} for noise in NOISE_RATES}
     settings = demo_settings()
     return Findings(
         item="demo",
         scale="",
-        title="SGD and SAM, with clean and with noisy labels",
-        source="flatmin demo",
+        title=TITLE,
+        source=SOURCE,
         about_scale=ABOUT,
         tables=[_results(models), _tuning(settings)],
         figures=[figure for noise in NOISE_RATES for figure in _figures(models[noise], noise)],
@@ -116,9 +122,7 @@ def demo(runner: Runner) -> Findings:
                 for noise, rho in settings["chosen"]["rho"].items()
             ),
         ],
-        notes=[*NOTES, *recorder.notes],
-        runs=recorder.runs,
-        num_missing=recorder.num_missing,
+        notes=NOTES,
     )
 
 
@@ -143,9 +147,8 @@ def verdict(noise: float, contrast: Contrast) -> Verdict:
 
 def _job(experiment: Experiment, seed: int) -> Job:
     drawn = seed == SEEDS[0] and experiment.epochs == EPOCHS
-    return Job(
-        experiment=experiment, seed=seed, measurements=(SHARPNESS, CURVATURE, *((SPECTRUM, LANDSCAPE) if drawn else ()))
-    )
+    measurements = (SHARPNESS, CURVATURE, *((SPECTRUM, LANDSCAPE) if drawn else ()))
+    return Job(experiment=experiment, seed=seed, measurements=measurements, curves=("test_error",))
 
 
 def _labels(noise: float) -> str:
@@ -154,7 +157,7 @@ def _labels(noise: float) -> str:
 
 def _verdicts(models: ByMethod, noise: float) -> list[Verdict]:
     """Compare every method that has SAM with the better baseline, as the paper does (Section 3.1)."""
-    baselines = [m for m in models.values() if m.outcomes[0].job.experiment.optim.rho == 0]
+    baselines = [models[method] for method in BASELINES]
     known = [m for m in baselines if m.by_seed("test_error")] or baselines
     best = min(known, key=lambda m: mean(m.by_seed("test_error").values()))
     return [
@@ -220,3 +223,6 @@ def _figures(models: ByMethod, noise: float) -> list[Any]:
         *density_figures(models.values(), SPECTRUM, f"Spectrum of the Hessian, {labels}, seed {SEEDS[0]}"),
         *landscape_figures(models.values(), LANDSCAPE, f"Training loss around the weights, {labels}, seed {SEEDS[0]}"),
     ]
+
+
+DEMO = Item(name="demo", title=TITLE, source=SOURCE, jobs=demo_jobs, findings=demo)

@@ -16,14 +16,14 @@ from flatmin.lab.foret2021.scales import (
 from flatmin.lab.foret2021.sources import HYPERPARAMETERS
 from flatmin.lab.spec.experiment import Experiment
 from flatmin.lab.studies.condition_tables import condition_tables
-from flatmin.lab.studies.conditions import NUM_REPLICAS, Condition, MethodResult, run_conditions
-from flatmin.lab.studies.contrasts import Contrast, verdicts_at
-from flatmin.lab.studies.findings import Findings, Hyperparameter, Verdict, own_settings
-from flatmin.lab.studies.item import Scale
-from flatmin.lab.studies.replicas import RecordingRunner
+from flatmin.lab.studies.conditions import NUM_REPLICAS, Condition, MethodResult, condition_jobs, condition_results
+from flatmin.lab.studies.contrasts import Contrast
+from flatmin.lab.studies.findings import Findings, Hyperparameter, Table, own_settings
 from flatmin.lab.studies.statistics import detectable_effect
-from flatmin.lab.sweeps.runners import Runner
+from flatmin.lab.studies.study import Groups, Item, Known, Scale
 
+Further = Sequence[tuple[str, Sequence[Contrast]]]
+"""Claims, each with the comparisons that it consists of."""
 ERROR_SPREAD = (0.8, "points of test error", NUM_REPLICAS, "Table 1 on Fashion-MNIST")
 SPREADS: dict[str, tuple[float, str, int, str]] = {
     **dict.fromkeys(("table1", "imagenet", "fine-tuning", "label-noise", "svhn-fashion"), ERROR_SPREAD),
@@ -61,18 +61,10 @@ def hyperparameters(
     return HYPERPARAMETERS[item] if scale == "paper" else own_settings(experiments, *more)
 
 
-def findings(
-    item: str,
-    scale: Scale,
-    recorder: RecordingRunner,
-    *,
-    verdicts: Sequence[Verdict],
-    notes: Sequence[str] = (),
-    **shown: Any,
-) -> Findings:
-    """Return findings with the runs that a recorder has noted; at the scale of a smoke test nothing is judged.
+def findings(item: str, scale: Scale, *, notes: Sequence[str] = (), **shown: Any) -> Findings:
+    """Return findings with what all items have in common.
 
-    ``notes`` follow those of the paper's claims; ``shown`` are tables, figures, hyperparameters and other fields.
+    ``notes`` follow those of the paper's claims; ``shown`` are verdicts, tables, figures, hyperparameters and others.
     """
     claims = CLAIMS[item]
     common = {"title": claims.title, "source": claims.source, "about_scale": about_scale(item, scale)}
@@ -80,35 +72,51 @@ def findings(
         **{**common, **shown},
         item=item,
         scale=scale,
-        verdicts=verdicts_at(scale, verdicts),
-        notes=[*claims.notes, *notes, *power_note(item, scale), *said_in_text(item), *recorder.notes],
+        notes=[*claims.notes, *notes, *power_note(item, scale), *said_in_text(item)],
         cut=CUTS.get(item, ()) if scale == "laptop" else (),
-        runs=recorder.runs,
-        num_missing=recorder.num_missing,
     )
 
 
 def table_findings(
     item: str,
     scale: Scale,
-    runner: Runner,
-    conditions: Sequence[Condition],
-    further: Callable[[Sequence[MethodResult]], Sequence[tuple[str, Sequence[Contrast]]]] = lambda _: (),
+    entries: Sequence[MethodResult],
+    further: Further = (),
+    more: Sequence[Table] = (),
     **shape: Any,
 ) -> Findings:
-    """Run the conditions of a table and return what they show.
+    """Return what the conditions of a table show.
 
-    ``further`` returns claims on several conditions, with the comparisons that each consists of; ``shape`` are the
-    other arguments of `condition_tables`.
+    ``further`` are claims on several conditions; ``more`` are tables that follow; ``shape`` are the other arguments of
+    `condition_tables`.
     """
-    recorder, claims = RecordingRunner(runner), CLAIMS[item]
-    entries = run_conditions(conditions, recorder, item, replica_seeds(scale))
+    claims = CLAIMS[item]
     given = HYPERPARAMETERS[item] if scale == "paper" else ()
-    shown = condition_tables(entries, claims, scale, hyperparameters=given, further=further(entries), **shape)
+    shown = condition_tables(entries, claims, scale, hyperparameters=given, further=further, **shape)
     said = [f'The paper says: "{s.claim}" {s.own_numbers}' for s in claims.statements]
-    return replace(
-        findings(item, scale, recorder, **shown),
-        notes=[*said, *claims.notes, *power_note(item, scale), *said_in_text(item)],
-        runs=recorder.complete_runs,
-        num_missing=recorder.num_missing + sum(entry.chosen is None for entry in entries),
-    )
+    found = findings(item, scale, **shown)
+    return replace(found, tables=[*found.tables, *more], notes=[*said, *found.notes])
+
+
+def table_item(
+    name: str,
+    conditions: Callable[[Scale], Sequence[Condition]],
+    further: Callable[[Sequence[MethodResult]], Further] = lambda _: (),
+    shape: Callable[[Scale], dict[str, Any]] = lambda _: {},
+    first: Callable[[Scale], Groups] = lambda _: {},
+) -> Item:
+    """Return a table as an item: its conditions, claims on several of them, its shape, and runs that come first."""
+
+    def jobs(scale: Scale, known: Known) -> Groups:
+        return {**first(scale), **condition_jobs(conditions(scale), known, name, replica_seeds(scale))}
+
+    def findings_of(scale: Scale, known: Known) -> Findings:
+        entries = condition_results(conditions(scale), known, name, replica_seeds(scale))
+        return table_findings(name, scale, entries, further(entries), **shape(scale))
+
+    return item(name, jobs, findings_of)
+
+
+def item(name: str, jobs: Callable[[Scale, Known], Groups], findings_of: Callable[[Scale, Known], Findings]) -> Item:
+    """Return one of the paper's tables or figures."""
+    return Item(name=name, title=CLAIMS[name].title, source=CLAIMS[name].source, jobs=jobs, findings=findings_of)

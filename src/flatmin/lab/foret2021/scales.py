@@ -10,9 +10,9 @@ from dataclasses import replace
 from flatmin.lab.foret2021.settings import DROP_LAST, Training
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
 from flatmin.lab.studies.conditions import SEEDS, best_candidate, tuning_job
-from flatmin.lab.studies.item import Scale
-from flatmin.lab.studies.replicas import RecordingRunner
-from flatmin.lab.sweeps.jobs import Job, Measurement
+from flatmin.lab.studies.study import Known, Scale
+from flatmin.lab.sweeps.jobs import Job
+from flatmin.lab.sweeps.measurements import Measurement
 
 LAPTOP_RHOS = (0.05, 0.1, 0.2, 0.5)
 """The upper part of the paper's grid: small models on few examples take a larger rho."""
@@ -97,13 +97,19 @@ def sam_rho(scale: Scale, paper: Training) -> float:
     return paper.rho if scale == "paper" else LAPTOP_RHO
 
 
-def tuned_rho(recorder: RecordingRunner, item: str, scale: Scale, paper: Training, sgd: Experiment) -> float | None:
-    """Return SAM's rho: the paper's at its own scale, else the best on validation; None while that is not known."""
+def tuned_rho(
+    known: Known, item: str, scale: Scale, paper: Training, sgd: Experiment
+) -> tuple[float | None, list[Job]]:
+    """Return SAM's rho and the runs that choose it: the paper's at its own scale, else the best on validation.
+
+    It is None while the runs are missing.
+    """
     if scale == "paper":
-        return paper.rho
+        return paper.rho, []
     candidates = [replace(sgd, name=f"{item}/SAM", optim=replace(sgd.optim, rho=rho)) for rho in TUNED_RHOS]
-    best = best_candidate(candidates, recorder.outcomes([tuning_job(e) for e in candidates], f"{item}: choosing rho"))
-    return None if best is None else best.optim.rho
+    jobs = [tuning_job(e) for e in candidates]
+    best = best_candidate(candidates, [job.record(known) for job in jobs])
+    return None if best is None else best.optim.rho, jobs
 
 
 def curvature_seeds(scale: Scale) -> tuple[int, ...]:
@@ -133,11 +139,15 @@ def start(scale: Scale, paper: Training, *, rho: float, dataset: str = "cifar10"
 
 
 def jobs_for(
-    experiment: Experiment, name: str, seeds: Sequence[int], measurements: tuple[Measurement, ...] = ()
+    experiment: Experiment,
+    name: str,
+    seeds: Sequence[int],
+    measurements: tuple[Measurement, ...] = (),
+    curves: tuple[str, ...] = (),
 ) -> list[Job]:
     """Return a job for each seed."""
     named = replace(experiment, name=name)
-    return [Job(experiment=named, seed=seed, measurements=measurements) for seed in seeds]
+    return [Job(experiment=named, seed=seed, measurements=measurements, curves=curves) for seed in seeds]
 
 
 PAPER_SUMMARY = "The paper's own models, data and settings; where it gives none, the table below says what was taken."

@@ -13,6 +13,7 @@ from flatmin.lab.foret2021.claims.tables import FINETUNING_DATASETS
 from flatmin.lab.spec.experiment import Augment, Model, Optim
 from flatmin.lab.studies.conditions import NUM_REPLICAS as NUM_REPLICAS
 from flatmin.lab.studies.conditions import VALIDATION as VALIDATION
+from flatmin.lab.studies.cost import TRAIN_SIZES
 from flatmin.lab.studies.findings import Hyperparameter
 from flatmin.lab.studies.printed import table_rows
 
@@ -167,9 +168,7 @@ FINETUNING: Mapping[str, FineTuning] = {
     "efficientnet-b7": FineTuning(600, 0.016, 1024, 64, 5_000),
     "efficientnet-l2": FineTuning(475, 0.008, 512, 128, 10_000),
 }
-FINETUNING_TRAIN_SIZES = dict(
-    zip(FINETUNING_DATASETS, (6_667, 2_040, 3_680, 8_144, 50_000, 50_000, 47_386, 75_750, 1_281_167), strict=True)
-)
+FINETUNING_TRAIN_SIZES = {dataset: TRAIN_SIZES[dataset] for dataset in FINETUNING_DATASETS}
 FINETUNING_DROPOUT, FINETUNING_DROP_CONNECT = 0.5, 0.2
 
 

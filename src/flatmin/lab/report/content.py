@@ -9,8 +9,9 @@ from typing import Any, get_args
 
 from flatmin.lab.report.figures import ForestFigure, inline_svg, standalone_svg, svg, x_text, y_text
 from flatmin.lab.report.numbers import NOTHING, number_text, plural
-from flatmin.lab.report.runs import ERRORS, RunRecord, named_runs, num_missing, session_text
+from flatmin.lab.report.runs import ERRORS, environment_of, error_of, named_runs, num_missing, session_text
 from flatmin.lab.report.tables import effect_text, shown_table
+from flatmin.lab.runs.record import RunRecord
 from flatmin.lab.studies.findings import (
     Cell,
     Comparison,
@@ -251,8 +252,8 @@ def _run(record: RunRecord) -> dict[str, Any]:
             NOTHING if record.experiment is None else str(record.experiment.epochs),
         ],
         "results": [
-            *(number_text(record.error(metric) if done else None) for metric in ERRORS),
+            *(number_text(error_of(record, metric)) for metric in ERRORS),
             time_text(record.time_seconds) if done else NOTHING,
         ],
-        "environment": record.environment,
+        "environment": environment_of(record),
     }

@@ -2,14 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from flatmin.lab.errors import RunError
 from flatmin.lab.report.content import setting_text
 from flatmin.lab.report.numbers import NOTHING, plural
-from flatmin.lab.report.runs import ERRORS, RunRecord, read_run, without_paths
-from flatmin.lab.runs.directory import run_directories
+from flatmin.lab.report.runs import ERRORS, error_of
+from flatmin.lab.runs.record import Records, RunRecord, without_paths
 from flatmin.lab.spec.experiment import Experiment
 from flatmin.lab.spec.fields import plain
 from flatmin.lab.studies.findings import Cell, Findings, LineFigure, Table
@@ -40,24 +38,16 @@ class _Group:
         return [record for record in self.records if record.state == "finished"]
 
 
-def describe_runs(runs: Path) -> Findings:
-    """Return the runs of a directory by experiment: mean, 95 % confidence interval and number of seeds of each error.
+def describe_runs(known: Records) -> Findings:
+    """Return runs by experiment: mean, 95 % confidence interval and number of seeds of each error.
 
-    Directories without a spec are skipped. Unfinished runs count as missing.
-
-    Raises:
-        RunError: there is no run in the directory.
+    Unfinished runs count as missing.
     """
-    names = [path.name for path in run_directories(runs)]
-    if not names:
-        raise RunError(
-            f"There are no runs in {runs}: no directory in it has a spec.json. Choose another one with --runs."
-        )
-    records = [read_run(name, runs) for name in names]
+    records = list(known.values())
     groups = _by_experiment(records)
     varied = _varied_settings(groups)
     groups.sort(key=lambda group: (group.name, [_order(group.settings[name]) for name in varied]))
-    metrics = [metric for metric in ERRORS if any(record.error(metric) is not None for record in records)]
+    metrics = [metric for metric in ERRORS if any(error_of(record, metric) is not None for record in records)]
     rows: list[list[str | Cell]] = [
         [group.name, *_values(group, varied), *(_cell(group, metric) for metric in metrics)] for group in groups
     ]
@@ -74,8 +64,8 @@ def describe_runs(runs: Path) -> Findings:
         notes=[
             f"{record.name} cannot be read: {record.reason}" for record in records if record.state == "not readable"
         ],
-        runs=names,
-        num_missing=sum(not record.complete for record in records),
+        runs=list(known),
+        num_missing=sum(not record.is_complete for record in records),
     )
 
 
@@ -124,7 +114,7 @@ def _values(group: _Group, varied: Sequence[str]) -> list[str]:
 
 
 def _cell(group: _Group, metric: str) -> Cell:
-    errors = {record.name: value for record in group.finished if (value := record.error(metric)) is not None}
+    errors = {record.name: value for record in group.finished if (value := error_of(record, metric)) is not None}
     counts = {state: sum(record.state == state for record in group.records) for state in ("failed", "not finished")}
     return Cell(
         measured=mean_and_interval(list(errors.values())) if errors else None,
@@ -141,8 +131,8 @@ def _curves(groups: Sequence[_Group], varied: Sequence[str]) -> list[LineFigure]
         errors: dict[int, dict[int, float]] = {}
         for number, record in enumerate(group.finished):
             for line in record.history:
-                if line.get("test_error") is not None:
-                    errors.setdefault(line["epoch"], {})[number] = 100 * float(line["test_error"])
+                if (error := line.get("test_error")) is not None:
+                    errors.setdefault(int(line["epoch"] or 0), {})[number] = 100 * error
         errors = {epoch: values for epoch, values in errors.items() if len(values) == len(group.finished)}
         if len(errors) < 2:  # evaluated at the end only
             continue

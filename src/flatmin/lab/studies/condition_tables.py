@@ -4,14 +4,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from flatmin.lab.runs.record import RunRecord
 from flatmin.lab.spec.experiment import Experiment
 from flatmin.lab.studies.conditions import Condition, MethodResult, better, validation_error
 from flatmin.lab.studies.contrasts import Contrast, Family
 from flatmin.lab.studies.findings import Cell, Hyperparameter, Row, Table, Verdict, own_settings
-from flatmin.lab.studies.item import Scale
 from flatmin.lab.studies.printed import Claims
 from flatmin.lab.studies.statistics import mean_and_interval, p_text
-from flatmin.lab.sweeps.jobs import Outcome
+from flatmin.lab.studies.study import Scale
 
 Literature = Mapping[str, Mapping[str, Cell]]
 NOTE = "Mean and 95 % confidence interval (Student's t) over replicas; the paper's numbers next to it."
@@ -148,8 +148,8 @@ def _contrasts(entries: Sequence[MethodResult], metric: str) -> list[tuple[Metho
             higher_name=rival.method.name,
             lower={} if missing else entry.values(metric),
             higher={} if missing else rival.values(metric),
-            num_asked=len(entry.replicas.outcomes),
-            runs=tuple(outcome.job.name for e in (rival, entry) for outcome in e.replicas.outcomes),
+            num_asked=len(entry.replicas.records),
+            runs=tuple(record.name for e in (rival, entry) for record in e.replicas.records),
         )
         contrasts.append((entry, group, contrast))
     return contrasts
@@ -187,9 +187,9 @@ def _verdict(entry: MethodResult, contrast: Contrast, family: Family, metric: st
 
 def _choices(entries: Sequence[MethodResult]) -> list[Table]:
     rows: list[Row] = [
-        [entry.condition.name, entry.method.name, setting_of(e), _error(outcome), "chosen" if e is entry.chosen else ""]
+        [entry.condition.name, entry.method.name, setting_of(e), _error(record), "chosen" if e is entry.chosen else ""]
         for entry in entries
-        for e, outcome in entry.tried
+        for e, record in entry.tried
         if any(validation_error(known) is not None for _, known in entry.tried)
     ]
     table = Table(
@@ -212,13 +212,13 @@ def setting_of(experiment: Experiment) -> str:
     return ", ".join(parts)
 
 
-def _error(outcome: Outcome) -> str | Cell:
-    error = validation_error(outcome)
+def _error(record: RunRecord) -> str | Cell:
+    error = validation_error(record)
     if error is None:
         return "not run"
     if not math.isfinite(error):
         return "diverged"
-    return Cell(measured=mean_and_interval([error]), values=(error,), runs=(outcome.job.name,))
+    return Cell(measured=mean_and_interval([error]), values=(error,), runs=(record.name,))
 
 
 def _chosen_hyperparameters(entries: Sequence[MethodResult]) -> list[Hyperparameter]:

@@ -11,11 +11,12 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
 
+from flatmin.lab.runs.record import RunRecord
 from flatmin.lab.spec.experiment import Experiment
 from flatmin.lab.studies.printed import Claimed
-from flatmin.lab.studies.replicas import RecordingRunner, Replicas
-from flatmin.lab.sweeps.jobs import Job, Outcome
-from flatmin.lab.sweeps.runners import Runner
+from flatmin.lab.studies.replicas import Replicas, replicas_of
+from flatmin.lab.studies.study import Known
+from flatmin.lab.sweeps.jobs import Job
 
 NUM_REPLICAS = 5
 BASELINE_EPOCHS_FACTOR = 2
@@ -90,7 +91,7 @@ class MethodResult:
     method: Method
     chosen: Experiment | None
     """None: nothing was chosen yet."""
-    tried: Sequence[tuple[Experiment, Outcome]]
+    tried: Sequence[tuple[Experiment, RunRecord]]
     """The candidates and what came of the runs that choose among them; empty where there was no choice."""
     replicas: Replicas
 
@@ -108,54 +109,53 @@ class MethodResult:
         """Why nothing can be concluded from it yet; None if all replicas exist."""
         if self.chosen is None:
             return f"no setting of {self.method.name} is chosen yet"
-        outcomes = self.replicas.outcomes
-        lost = sum(outcome.failure is not None for outcome in outcomes)
+        records = self.replicas.records
+        lost = sum(record.state == "failed" for record in records)
         if lost:
-            return f"{lost} of {len(outcomes)} replicas of {self.method.name} failed"
-        if len(self.replicas.runs) < len(outcomes):
-            return f"{len(self.replicas.runs)} of {len(outcomes)} replicas of {self.method.name} are available"
+            return f"{lost} of {len(records)} replicas of {self.method.name} failed"
+        if len(self.replicas.runs) < len(records):
+            return f"{len(self.replicas.runs)} of {len(records)} replicas of {self.method.name} are available"
         return None
 
 
-def run_conditions(
-    conditions: Sequence[Condition], runner: Runner, item: str, seeds: Sequence[int] = SEEDS
+def condition_results(
+    conditions: Sequence[Condition], known: Known, item: str, seeds: Sequence[int] = SEEDS
 ) -> list[MethodResult]:
-    """Choose, train and return what came of each method in each condition."""
-    ask = RecordingRunner(runner).replicas
-    options: dict[tuple[str, str], list[Experiment]] = {}
-    trials: dict[tuple[str, str], Replicas] = {}
-    chosen: dict[tuple[str, str], Experiment] = {}
-    methods = {(c.name, m.name): (c, m) for c in conditions for m in c.methods}
-    while ready := {
-        key: (c, m)
-        for key, (c, m) in methods.items()
-        if key not in options and (m.after is None or (c.name, m.after) in chosen)
-    }:
-        for key, (condition, method) in ready.items():
-            start = condition.start if method.after is None else chosen[condition.name, method.after]
-            name = "/".join((item, *condition.labels, condition.column, method.name))
-            options[key] = [replace(e, name=name) for e in method.candidates(start)]
-        jobs = {
-            key: [tuning_job(e, condition.tuning_epochs) for e in options[key]]
-            for key, (condition, _) in ready.items()
-            if len(options[key]) > 1
-        }
-        trials |= ask(jobs, f"{item}: choosing settings") if jobs else {}
-        for key in ready:
-            best = best_candidate(options[key], trials[key].outcomes) if key in trials else options[key][0]
-            if best is not None:
-                chosen[key] = best
-    replicas = ask({key: [Job(experiment=e, seed=s) for s in seeds] for key, e in chosen.items()}, f"{item}: replicas")
-    return [
-        MethodResult(
-            condition=condition,
-            method=method,
-            chosen=chosen.get(key),
-            tried=list(zip(options[key], trials[key].outcomes, strict=True)) if key in trials else (),
-            replicas=Replicas(method.name, replicas[key].outcomes if key in replicas else ()),
-        )
-        for key, (condition, method) in methods.items()
-    ]
+    """Return what is known of each method in each condition."""
+    results: list[MethodResult] = []
+    for condition in conditions:
+        chosen: dict[str | None, Experiment | None] = {None: condition.start}
+        for method in condition.methods:  # each comes later than the one it is a variant of
+            base, options, tried = chosen[method.after], [], []
+            if base is not None:
+                name = "/".join((item, *condition.labels, condition.column, method.name))
+                options = [replace(e, name=name) for e in method.candidates(base)]
+            if len(options) > 1:
+                tried = [(e, tuning_job(e, condition.tuning_epochs).record(known)) for e in options]
+                chosen[method.name] = best_candidate(options, [record for _, record in tried])
+            else:
+                chosen[method.name] = options[0] if options else None
+            best = chosen[method.name]
+            jobs = [] if best is None else [Job(experiment=best, seed=seed) for seed in seeds]
+            replicas = replicas_of({method.name: jobs}, known)[method.name]
+            results.append(
+                MethodResult(condition=condition, method=method, chosen=best, tried=tried, replicas=replicas)
+            )
+    return results
+
+
+def condition_jobs(
+    conditions: Sequence[Condition], known: Known, item: str, seeds: Sequence[int] = SEEDS
+) -> dict[tuple[str, ...], list[Job]]:
+    """Return the runs that choose settings, and the replicas of the settings that are chosen."""
+    jobs: dict[tuple[str, ...], list[Job]] = {}
+    for result in condition_results(conditions, known, item, seeds):
+        name, method, epochs = result.condition.name, result.method.name, result.condition.tuning_epochs
+        if result.tried:
+            jobs[name, method, "choosing"] = [tuning_job(experiment, epochs) for experiment, _ in result.tried]
+        if result.chosen is not None:
+            jobs[name, method] = [Job(experiment=result.chosen, seed=seed) for seed in seeds]
+    return jobs
 
 
 def better(entries: Sequence[MethodResult], metric: str) -> MethodResult:
@@ -221,15 +221,21 @@ def tuning_job(experiment: Experiment, epochs: int | None = None) -> Job:
     return Job(experiment=experiment, seed=TUNING_SEED)
 
 
-def best_candidate(experiments: Sequence[Experiment], outcomes: Sequence[Outcome]) -> Experiment | None:
-    """Return the candidate with the lowest validation error; None until all of them have been tried."""
-    errors = [validation_error(outcome) for outcome in outcomes]
+def best_candidate(experiments: Sequence[Experiment], records: Sequence[RunRecord]) -> Experiment | None:
+    """Return the candidate with the lowest validation error; None until all of them have been tried.
+
+    While one of them is planned, the first stands for the choice.
+    """
+    if any(record.state == "planned" for record in records):
+        return experiments[0]
+    errors = [validation_error(record) for record in records]
     best = min((e for e in errors if e is not None and math.isfinite(e)), default=None)
     return None if best is None or None in errors else experiments[errors.index(best)]
 
 
-def validation_error(outcome: Outcome) -> float | None:
+def validation_error(record: RunRecord) -> float | None:
     """Return by what a candidate is chosen, in %: None if it is not known, infinite if training diverged."""
-    if outcome.failure is not None:
-        return math.inf if outcome.final else None
-    return Replicas("", [outcome]).by_seed("valid_error").get(outcome.job.seed)
+    if record.state == "failed":
+        return math.inf if record.is_final else None
+    error = record.metrics.get("valid_error")
+    return None if error is None or not math.isfinite(error) else 100 * error

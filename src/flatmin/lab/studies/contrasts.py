@@ -2,10 +2,9 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from flatmin.lab.studies.findings import Comparison, Verdict, VerdictStatus
-from flatmin.lab.studies.item import Scale
 from flatmin.lab.studies.statistics import SIGNIFICANT, holm, mean_and_interval, p_text, paired_p_value
 
 BySeed = Mapping[int, float]
@@ -150,11 +149,3 @@ class Family:
             evidence="; ".join(said) + ".",
             comparisons=[c.comparison(self.p_holm(c)) for c in contrasts if c.differences],
         )
-
-
-def verdicts_at(scale: Scale, verdicts: Iterable[Verdict]) -> list[Verdict]:
-    """Return the verdicts of a scale: at that of a smoke test nothing is judged."""
-    if scale != "smoke":
-        return list(verdicts)
-    nothing = "A smoke test judges nothing."
-    return [replace(v, status="not tested", evidence=f"{nothing} {v.evidence}".rstrip()) for v in verdicts]

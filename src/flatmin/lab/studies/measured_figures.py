@@ -5,9 +5,10 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from flatmin.lab.runs.record import RunRecord
 from flatmin.lab.studies.findings import LineFigure, Series, Surface, SurfaceFigure
 from flatmin.lab.studies.replicas import Replicas
-from flatmin.lab.sweeps.jobs import Measurement, Outcome
+from flatmin.lab.sweeps.measurements import Measurement
 from flatmin.measures.spectrum import SpectralDensity
 
 NUM_DENSITY_POINTS = 201
@@ -22,7 +23,7 @@ def density_figures(methods: Iterable[Replicas], spectrum: Measurement, title: s
     first = _measured_first(methods, spectrum)
     if not first:
         return []
-    facts = {method: outcome.measured[spectrum] for method, outcome in first.items()}
+    facts = {method: record.measured[spectrum.name] for method, record in first.items()}
     nodes = np.concatenate([f["nodes"] for f in facts.values()])
     low, high = float(nodes.min()), float(nodes.max())
     sigma = max(0.01 * (high - low), 1e-9)
@@ -40,7 +41,7 @@ def density_figures(methods: Iterable[Replicas], spectrum: Measurement, title: s
         log_y=True,
         note=f"Stochastic Lanczos quadrature, smoothed with a Gaussian of width {sigma:.2g}. Where a curve is at "
         f"{DENSITY_FLOOR:g} there is nothing.",
-        runs=tuple(outcome.job.name for outcome in first.values()),
+        runs=tuple(record.name for record in first.values()),
     )
     return [figure]
 
@@ -49,8 +50,8 @@ def landscape_figures(methods: Iterable[Replicas], landscape: Measurement, title
     """Return the losses around the weights of all methods' first replicas; nothing if none was measured."""
     first = _measured_first(methods, landscape)
     surfaces = []
-    for method, outcome in first.items():
-        facts = outcome.measured[landscape]
+    for method, record in first.items():
+        facts = record.measured[landscape.name]
         heights = [[max(v, LOWEST_HEIGHT) if math.isfinite(v) else math.nan for v in row] for row in facts["loss"]]
         surfaces.append(Surface(name=method, coordinates=facts["coordinates"], height=heights))
     figure = SurfaceFigure(
@@ -58,10 +59,10 @@ def landscape_figures(methods: Iterable[Replicas], landscape: Measurement, title
         height_label="training loss",
         surfaces=surfaces,
         note="The same random directions for all methods, scaled to the filters of each model.",
-        runs=tuple(outcome.job.name for outcome in first.values()),
+        runs=tuple(record.name for record in first.values()),
     )
     return [figure] if surfaces else []
 
 
-def _measured_first(methods: Iterable[Replicas], measurement: Measurement) -> dict[str, Outcome]:
-    return {m.name: m.outcomes[0] for m in methods if m.outcomes and measurement in m.outcomes[0].measured}
+def _measured_first(methods: Iterable[Replicas], measurement: Measurement) -> dict[str, RunRecord]:
+    return {m.name: m.records[0] for m in methods if m.records and measurement.name in m.records[0].measured}

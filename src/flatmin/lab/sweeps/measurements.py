@@ -1,215 +1,321 @@
-"""Measures of a run's model, written to its directory: what ``flatmin measure`` does, and sweeps.
+"""Measures of a run's model: one dataclass each, with the settings and how to measure.
 
-Every measure is given a target, the path of its files without their suffixes: facts become its JSON file, and plots
-are next to it.
+Its fields are what sweeps ask for, the flags of ``flatmin measure``, and the name of the file in RUN/measures, which
+sweeps and the command share.
 """
 
+import hashlib
+import json
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import torch.nn.functional as F
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from flatmin.lab.errors import SpecError
+from flatmin.lab.runs.directory import is_finished
 from flatmin.lab.runs.json_files import storing, write_json
-from flatmin.lab.sweeps.jobs import Measurement, MeasurementResult
-from flatmin.lab.training.trained_model import TrainedModel, load_trained
-from flatmin.measures import (
-    HessianOperator,
-    loss_landscape,
-    m_sharpness,
-    pac_bayes_bound,
-    sam_update_cosine,
-    spectral_density,
-    top_eigenvalues,
-)
-from flatmin.measures.weight_noise import noise_effect, proof_sigma
+from flatmin.lab.runs.record import MeasurementResult, read_measurement
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from torch import Tensor
+
+    from flatmin.lab.training.trained_model import TrainedModel
+
+Plot = Callable[[], "Figure"]
+Range = tuple[Callable[[Any], bool], str]
+"""Whether a value is allowed, and what is, to follow "must be"."""
+COUNT: Range = (lambda count: count >= 1, "at least 1")
+COMMON: dict[str, Range] = {"epoch": (lambda epoch: epoch >= 0, "at least 0"), "num_examples": COUNT}
+RADIUS: Range = (lambda rho: 0 <= rho < math.inf, "finite and not negative")
 
 
-def measure_sharpness(
-    trained: TrainedModel, target: Path, *, rho: float, m: int | None, steps: int, num_examples: int | None
-) -> MeasurementResult:
-    """Measure m-sharpness on training examples (Section 4.1)."""
-    data = trained.training_batches(num_examples)
-    result = m_sharpness(trained.network, F.cross_entropy, data, rho=rho, m=m, steps=steps)
-    facts = {
-        "m_sharpness": result.mean,
-        "standard_error": result.standard_error,
-        "loss": result.value,
-        "rho": result.rho,
-        "m": result.m,
-        "steps": steps,
-        "num_examples": int(result.sizes.sum()),
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """Something to measure of a trained model, and the settings that all measures share."""
+
+    kind: ClassVar[str]
+    ranges: ClassVar[dict[str, Range]] = {}
+
+    epoch: int | None = None
+    """Measure the weights after this epoch, which the run saved (--keep-every); the final ones if None."""
+    num_examples: int | None = None
+    """Measure on this many training examples, the first ones; on all if None."""
+
+    def __post_init__(self) -> None:
+        """Check every setting.
+
+        Raises:
+            SpecError: a setting has a value that is not allowed.
+        """
+        for name, (holds, allowed) in (COMMON | self.ranges).items():
+            value = getattr(self, name)
+            if value is not None and not holds(value):
+                raise SpecError(f"--{name.replace('_', '-')} must be {allowed}; got {value}.")
+
+    @property
+    def name(self) -> str:
+        """The name of its file, without the suffix: what it is, in brief, and a hash of the settings."""
+        key = json.dumps([self.kind, asdict(self)], sort_keys=True)
+        where = "" if self.epoch is None else f"-epoch{self.epoch}"
+        return f"{self.kind}{where}-{hashlib.sha256(key.encode()).hexdigest()[:10]}"
+
+    def measure(self, trained: "TrainedModel", target: Path) -> tuple[MeasurementResult, Plot | None]:
+        """Return the facts and how to plot them, if at all; ``target`` is the path of the files, without a suffix."""
+        raise NotImplementedError
+
+    def training_batches(self, trained: "TrainedModel") -> "list[tuple[Tensor, Tensor]]":
+        """Return what it is measured on."""
+        return trained.training_batches(self.num_examples)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharpness(Measurement):
+    """m-sharpness: how far the loss rises within rho, on subsets of m examples (Section 4.1)."""
+
+    kind = "sharpness"
+    ranges: ClassVar[dict[str, Range]] = {"rho": RADIUS, "m": COUNT, "steps": COUNT}
+
+    rho: float = 0.05
+    """Radius of the ball."""
+    m: int | None = None
+    """Examples in a subset; all if None."""
+    steps: int = 1
+    """Ascent steps."""
+
+    def measure(self, trained: "TrainedModel", target: Path) -> tuple[MeasurementResult, Plot | None]:
+        """Measure m-sharpness on training examples."""
+        import torch.nn.functional as F
+
+        from flatmin.measures import m_sharpness
+
+        data = self.training_batches(trained)
+        result = m_sharpness(trained.network, F.cross_entropy, data, rho=self.rho, m=self.m, steps=self.steps)
+        return {
+            "m_sharpness": result.mean,
+            "standard_error": result.standard_error,
+            "loss": result.value,
+            "rho": result.rho,
+            "m": result.m,
+            "steps": self.steps,
+            "num_examples": int(result.sizes.sum()),
+        }, result.plot
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spectrum(Measurement):
+    """The Hessian's largest eigenvalues and spectral density (Section 4.2)."""
+
+    kind = "spectrum"
+    ranges: ClassVar[dict[str, Range]] = {"num_eigenvalues": COUNT, "steps": COUNT, "probes": COUNT}
+
+    num_eigenvalues: int = 5
+    """How many of the largest eigenvalues."""
+    steps: int = 80
+    """Lanczos steps of the density."""
+    probes: int = 4
+    """Random starts of the density."""
+
+    def measure(self, trained: "TrainedModel", target: Path) -> tuple[MeasurementResult, Plot | None]:
+        """Measure the Hessian of the training loss."""
+        import torch.nn.functional as F
+
+        from flatmin.measures import HessianOperator, spectral_density, top_eigenvalues
+
+        data = self.training_batches(trained)
+        operator = HessianOperator(trained.network, F.cross_entropy, data)
+        top = top_eigenvalues(operator, self.num_eigenvalues)
+        density = spectral_density(operator, steps=self.steps, probes=self.probes)
+        return {
+            "lambda_max": float(top.values[0]),
+            "eigenvalues": top.values.tolist(),
+            "residuals": top.residuals.tolist(),
+            "converged": bool(top.converged),
+            "lambda_1_over_lambda_5": top.ratio(1, 5) if self.num_eigenvalues >= 5 else None,
+            "nodes": density.nodes.tolist(),
+            "weights": density.weights.tolist(),
+            "num_examples": sum(len(labels) for _, labels in data),
+        }, density.plot
+
+
+@dataclass(frozen=True, kw_only=True)
+class Landscape(Measurement):
+    """The loss on a plane of random, filter-normalized directions (Figure 1)."""
+
+    kind = "landscape"
+    ranges: ClassVar[dict[str, Range]] = {
+        "span": (lambda span: 0 < span < math.inf, "positive and finite"),
+        "points": (lambda points: points >= 3 and points % 2 == 1, "odd, and at least 3"),
     }
-    return _written(target, _weights(trained) | facts, result.plot)
+
+    span: float = 1.0
+    """How far the plane goes, in units of the directions."""
+    points: int = 51
+    """Points along each side; odd."""
+
+    def measure(self, trained: "TrainedModel", target: Path) -> tuple[MeasurementResult, Plot | None]:
+        """Measure the loss on the plane; a killed grid resumes."""
+        import torch.nn.functional as F
+
+        from flatmin.measures import loss_landscape
+
+        data, cache = self.training_batches(trained), target.with_suffix(".cache")
+        result = loss_landscape(trained.network, F.cross_entropy, data, span=self.span, points=self.points, cache=cache)
+        result.save_html(target.with_suffix(".html"))
+        center = float(result.loss[self.points // 2, self.points // 2])
+        return {
+            "loss_at_centre": center,
+            "highest_loss": float(result.loss.max()),
+            "mean_rise": float((result.loss - center).sum() / (self.points**2 - 1)),
+            "span": self.span,
+            "points": self.points,
+            "num_examples": sum(len(labels) for _, labels in data),
+            "coordinates": result.coordinates.tolist(),
+            "loss": result.loss.tolist(),
+            "accuracy": result.accuracy.tolist(),
+        }, result.plot
 
 
-def measure_spectrum(
-    trained: TrainedModel, target: Path, *, num_eigenvalues: int, steps: int, probes: int, num_examples: int | None
-) -> MeasurementResult:
-    """Measure the largest eigenvalues and the density of the Hessian of the training loss (Section 4.2)."""
-    data = trained.training_batches(num_examples)
-    operator = HessianOperator(trained.network, F.cross_entropy, data)
-    top = top_eigenvalues(operator, num_eigenvalues)
-    density = spectral_density(operator, steps=steps, probes=probes)
-    facts = {
-        "lambda_max": float(top.values[0]),
-        "eigenvalues": top.values.tolist(),
-        "residuals": top.residuals.tolist(),
-        "converged": bool(top.converged),
-        "lambda_1_over_lambda_5": top.ratio(1, 5) if num_eigenvalues >= 5 else None,
-        "nodes": density.nodes.tolist(),
-        "weights": density.weights.tolist(),
-        "num_examples": sum(len(labels) for _, labels in data),
+@dataclass(frozen=True, kw_only=True)
+class Bound(Measurement):
+    """The PAC-Bayes bound on the error, term by term (Appendix A)."""
+
+    kind = "bound"
+    ranges: ClassVar[dict[str, Range]] = {
+        "rho": (lambda rho: 0 < rho < math.inf, "positive and finite"),
+        "delta": (lambda delta: 0 < delta < 1, "between 0 and 1"),
+        "num_examples": (lambda count: count >= 2, "at least 2"),
     }
-    return _written(target, _weights(trained) | facts, density.plot)
+
+    rho: float = 0.05
+    """Radius of the ball."""
+    delta: float = 0.05
+    """The probability with which the bound may fail."""
+
+    def measure(self, trained: "TrainedModel", target: Path) -> tuple[MeasurementResult, Plot | None]:
+        """Estimate the bound on the 0-1 error."""
+        import torch.nn.functional as F
+
+        from flatmin.measures import pac_bayes_bound
+
+        data = self.training_batches(trained)
+        result = pac_bayes_bound(trained.network, F.cross_entropy, data, rho=self.rho, delta=self.delta, metric="error")
+        return {
+            "total": result.total,
+            "vacuous": bool(result.vacuous),
+            "error": result.loss,
+            "sharp_error": result.sharp_loss,
+            "complexity": result.complexity,
+            "weight_term": result.weight_term,
+            "confidence_term": result.confidence_term,
+            "union_term": result.union_term,
+            "weight_norm": result.weight_norm,
+            "num_weights": result.num_weights,
+            "num_examples": result.num_examples,
+            "rho": self.rho,
+            "delta": self.delta,
+        }, result.plot
 
 
-def measure_landscape(
-    trained: TrainedModel, target: Path, *, span: float, points: int, num_examples: int | None
-) -> MeasurementResult:
-    """Measure the loss on a plane through the weights (Figure 1); a killed grid resumes."""
-    data = trained.training_batches(num_examples)
-    result = loss_landscape(
-        trained.network,
-        F.cross_entropy,
-        data,
-        span=span,
-        points=points,
-        cache=target.with_suffix(".cache"),
-    )
-    result.save_html(target.with_suffix(".html"))
-    center = float(result.loss[points // 2, points // 2])
-    facts = {
-        "loss_at_centre": center,
-        "highest_loss": float(result.loss.max()),
-        "mean_rise": float((result.loss - center).sum() / (points**2 - 1)),
-        "span": span,
-        "points": points,
-        "num_examples": sum(len(labels) for _, labels in data),
-        "coordinates": result.coordinates.tolist(),
-        "loss": result.loss.tolist(),
-        "accuracy": result.accuracy.tolist(),
-    }
-    return _written(target, _weights(trained) | facts, result.plot)
+@dataclass(frozen=True, kw_only=True)
+class Noise(Measurement):
+    """By how much Gaussian noise on the weights raises the test error, the condition of the bound (Appendix A)."""
+
+    kind = "noise"
+    ranges: ClassVar[dict[str, Range]] = {"rho": RADIUS, "num_draws": COUNT}
+
+    rho: float = 0.05
+    """At two scales: this for each weight, as the theorem states it, and that of its proof, whose norm is about rho."""
+    num_draws: int = 20
+    """Draws of the noise."""
+
+    def measure(self, trained: "TrainedModel", target: Path) -> tuple[MeasurementResult, Plot | None]:
+        """Measure the test error with noise."""
+        from flatmin.measures.weight_noise import noise_effect, proof_sigma
+
+        data = trained.test_batches(self.num_examples)
+        num_weights = sum(p.numel() for p in trained.network.parameters())
+        proof = proof_sigma(self.rho, n=len(trained.dataset.train.labels), k=num_weights)
+        effects = {
+            name: asdict(noise_effect(trained.network, data, sigma=sigma, num_draws=self.num_draws))
+            for name, sigma in (("stated", self.rho), ("proof", proof))
+        }
+        return {"rho": self.rho, **effects}, None
 
 
-def measure_bound(
-    trained: TrainedModel, target: Path, *, rho: float, delta: float, num_examples: int | None
-) -> MeasurementResult:
-    """Estimate the PAC-Bayes bound on the 0-1 error, term by term (Appendix A)."""
-    data = trained.training_batches(num_examples)
-    result = pac_bayes_bound(trained.network, F.cross_entropy, data, rho=rho, delta=delta, metric="error")
-    facts = {
-        "total": result.total,
-        "vacuous": bool(result.vacuous),
-        "error": result.loss,
-        "sharp_error": result.sharp_loss,
-        "complexity": result.complexity,
-        "weight_term": result.weight_term,
-        "confidence_term": result.confidence_term,
-        "union_term": result.union_term,
-        "weight_norm": result.weight_norm,
-        "num_weights": result.num_weights,
-        "num_examples": result.num_examples,
-        "rho": rho,
-        "delta": delta,
-    }
-    return _written(target, _weights(trained) | facts, result.plot)
-
-
-def measure_noise(
-    trained: TrainedModel, target: Path, *, rho: float, num_draws: int, num_examples: int | None
-) -> MeasurementResult:
-    """Measure by how much Gaussian noise on the weights raises the test error, the condition of the bound (Appendix A).
-
-    At two scales: rho for each weight, as the theorem states it, and that of its proof, whose norm is about rho.
-    """
-    data = trained.test_batches(num_examples)
-    num_weights = sum(p.numel() for p in trained.network.parameters())
-    scales = {"stated": rho, "proof": proof_sigma(rho, n=len(trained.dataset.train.labels), k=num_weights)}
-    facts: MeasurementResult = {"rho": rho}
-    for name, sigma in scales.items():
-        facts[name] = asdict(noise_effect(trained.network, data, sigma=sigma, num_draws=num_draws))
-    return _written(target, _weights(trained) | facts)
-
-
-def measure_cosine(
-    trained: TrainedModel, target: Path, *, rho: float | None, num_examples: int, weight_decay: float = 0.0
-) -> MeasurementResult:
-    """Measure the cosine of SAM's first- and second-order updates on one training batch (Appendix C.4).
+@dataclass(frozen=True, kw_only=True)
+class Cosine(Measurement):
+    """The cosine of SAM's first- and second-order updates on one training batch (Appendix C.4).
 
     The model is in evaluation mode, as for all measures: batch norm normalizes with its running statistics.
-    ``weight_decay`` adds the L2 term to the loss, as training with ``optim.decay=loss`` does.
     """
-    batch = trained.training_batches(num_examples, batch_size=num_examples)[0]
-    radius = trained.experiment.optim.rho if rho is None else rho
-    cosine = sam_update_cosine(trained.network, F.cross_entropy, batch, rho=radius, weight_decay=weight_decay)
-    facts = {"cosine": cosine, "rho": radius, "num_examples": len(batch[1]), "weight_decay": weight_decay}
-    return _written(target, _weights(trained) | facts)
+
+    kind = "cosine"
+    ranges: ClassVar[dict[str, Range]] = {"rho": RADIUS}
+
+    num_examples: int | None = 128
+    """The size of the batch."""
+    rho: float | None = None
+    """Radius; the run's own if None."""
+    weight_decay: float = 0.0
+    """Adds the L2 term to the loss, as training with ``optim.decay=loss`` does."""
+
+    def measure(self, trained: "TrainedModel", target: Path) -> tuple[MeasurementResult, Plot | None]:
+        """Measure the cosine."""
+        import torch.nn.functional as F
+
+        from flatmin.measures import sam_update_cosine
+
+        size = self.num_examples or len(trained.dataset.train.labels)
+        batch = trained.training_batches(size, batch_size=size)[0]
+        rho = trained.experiment.optim.rho if self.rho is None else self.rho
+        cosine = sam_update_cosine(trained.network, F.cross_entropy, batch, rho=rho, weight_decay=self.weight_decay)
+        return {"cosine": cosine, "rho": rho, "num_examples": len(batch[1]), "weight_decay": self.weight_decay}, None
 
 
-# What each kind of measurement calls, and the settings it has where nothing else is said.
-MEASURES: dict[str, tuple[Callable[..., MeasurementResult], MeasurementResult]] = {
-    "sharpness": (measure_sharpness, {"rho": 0.05, "m": None, "steps": 1, "num_examples": None}),
-    "spectrum": (measure_spectrum, {"num_eigenvalues": 5, "steps": 80, "probes": 4, "num_examples": None}),
-    "landscape": (measure_landscape, {"span": 1.0, "points": 51, "num_examples": None}),
-    "bound": (measure_bound, {"rho": 0.05, "delta": 0.05, "num_examples": None}),
-    "noise": (measure_noise, {"rho": 0.05, "num_draws": 20, "num_examples": None}),
-    "cosine": (measure_cosine, {"rho": None, "num_examples": 128, "weight_decay": 0.0}),
-}
+def measure_run(
+    run: Path, measurements: Sequence[Measurement], data_root: Path | None = None
+) -> dict[str, MeasurementResult]:
+    """Measure a run's model, unless that was done before; facts and plots go into RUN/measures.
 
+    The dataset is read once for all measurements, and the weights of each epoch once. The run need not be finished;
+    the files then also carry the step in their names.
 
-def measurement_settings(measurement: Measurement) -> MeasurementResult:
-    """Return all settings of a measurement, defaults included.
+    Returns:
+        The facts, by the names of the files without their suffixes.
 
     Raises:
-        SpecError: there is no such measure, or it has no such setting.
-    """
-    if measurement.kind not in MEASURES:
-        raise SpecError(f"{measurement.kind!r} cannot be measured. Allowed: {', '.join(MEASURES)}.")
-    defaults, given = MEASURES[measurement.kind][1], dict(measurement.settings)
-    unknown = given.keys() - defaults.keys()
-    if unknown:
-        raise SpecError(
-            f"{', '.join(sorted(unknown))} is not a setting of the measure {measurement.kind}. Allowed: "
-            f"{', '.join(defaults)}."
-        )
-    return defaults | given
-
-
-def measure_run(run: Path, measurements: Sequence[Measurement], data_root: Path | None = None) -> None:
-    """Measure a run's model; facts and plots go into RUN/measures, under each measurement's own name.
-
-    The dataset is read once for all of them, and the weights of each epoch once.
-
-    Raises:
-        SpecError: there is no such measure, or it has no such setting.
         RunError: there is no run, it has no whole checkpoint, or it has not kept the weights of that epoch.
         DataError: the dataset is missing or corrupt.
         StorageError: what was found cannot be written.
     """
+    from flatmin.lab.training.trained_model import load_trained
+
+    found: dict[str, MeasurementResult] = {}
+    missing = []
+    for m in measurements:
+        file = run / "measures" / f"{m.name}.json"
+        if (is_finished(run) or m.epoch is not None) and file.exists():
+            found[m.name] = read_measurement(file)
+        else:
+            missing.append(m)
     trained: TrainedModel | None = None
-    for epoch in dict.fromkeys(measurement.epoch for measurement in measurements):
+    for epoch in dict.fromkeys(m.epoch for m in missing):
         trained = load_trained(run, data_root=data_root, epoch=epoch) if trained is None else trained.at_epoch(epoch)
-        for measurement in measurements:
-            if measurement.epoch == epoch:
-                target = run / "measures" / measurement.file_name().removesuffix(".json")
-                MEASURES[measurement.kind][0](trained, target, **measurement_settings(measurement))
+        at = {"epoch": trained.origin.epoch, "step": trained.origin.step}
+        for m in (m for m in missing if m.epoch == epoch):
+            name = m.name if is_finished(run) or epoch is not None else f"{m.name}-step{at['step']}"
+            target = run / "measures" / name
+            facts, plot = m.measure(trained, target)
+            found[name] = at | facts
+            with storing(target.parent, "Free some disk space, and measure again."):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                if plot is not None:
+                    plot().savefig(target.with_suffix(".svg"))
+            # Last: if it exists, so do the plots.
+            write_json(target.with_suffix(".json"), {"run": run.resolve().name, **found[name]})
+    return found
 
 
-def _weights(trained: TrainedModel) -> MeasurementResult:
-    return {"epoch": trained.origin.epoch, "step": trained.origin.step}
-
-
-def _written(target: Path, facts: MeasurementResult, plot: Callable[[], "Figure"] | None = None) -> MeasurementResult:
-    with storing(target.parent, "Free some disk space, and measure again."):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if plot is not None:
-            plot().savefig(target.with_suffix(".svg"))
-    write_json(target.with_suffix(".json"), facts)  # last: if it exists, so do the plots
-    return facts
+MEASUREMENTS = (Sharpness, Spectrum, Landscape, Bound, Noise, Cosine)

@@ -11,7 +11,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from flatmin.lab.sweeps.jobs import Job, read_outcome
+from flatmin.lab.runs.record import read_record
+from flatmin.lab.sweeps.jobs import Job
 from flatmin.lab.training.step_cost import passes_per_step
 
 State = Literal["waiting", "running", "done", "failed"]
@@ -127,12 +128,10 @@ class SweepProgress:
         return f"{len(by_state['done'])}/{len(names)}", running, str(len(by_state["failed"]) or "")
 
     def _found(self, name: str) -> str:
-        result = read_outcome(self.jobs[name], self.runs).result
-        if result is None:
-            return "done"
-        errors = [(key.removesuffix("_error"), result.metrics.get(key)) for key in ("valid_error", "test_error")]
+        record = read_record(name, self.runs)
+        errors = [(key.removesuffix("_error"), record.metrics.get(key)) for key in ("valid_error", "test_error")]
         shown = [f"{key} error {100 * value:.2f} %" for key, value in errors if value is not None]
-        return ", ".join([*shown, time_text(result.time_seconds)])
+        return ", ".join([*shown, time_text(record.time_seconds)])
 
 
 def time_text(seconds: float) -> str:

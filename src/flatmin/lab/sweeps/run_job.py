@@ -19,7 +19,7 @@ from flatmin.lab.errors import (
     StorageError,
 )
 from flatmin.lab.runs.directory import RunDirectory
-from flatmin.lab.sweeps.jobs import Job, read_outcome
+from flatmin.lab.sweeps.jobs import Job
 from flatmin.lab.sweeps.measurements import measure_run
 from flatmin.lab.training.engine import train
 from flatmin.lab.training.precision import deterministic_algorithms
@@ -63,7 +63,7 @@ class Pool(Protocol):
         ...
 
     def stop(self) -> None:
-        """Ask all that are running to save and stop; `ended` tells when they have."""
+        """Ask all that are running to save and stop; `poll` tells when they have."""
         ...
 
 
@@ -84,7 +84,7 @@ def run_job(
     try:
         with deterministic_algorithms(deterministic):
             train(job.experiment, seed=job.seed, runs=runs, data_root=data_root, checkpoint_seconds=checkpoint_seconds)
-            _measure_missing(job, runs, data_root)
+            _measure(job, runs, data_root)
         return JobStatus(kind="done")
     except DivergedError as error:
         return _diverged(job, runs, str(error))
@@ -103,15 +103,13 @@ def status_of_error(error: Exception) -> JobStatus:
     return JobStatus(kind="failed", message=describe(error), is_device_broken=bool(DEVICE_ERROR.search(str(error))))
 
 
-def _measure_missing(job: Job, runs: Path, data_root: Path | None) -> None:
-    measured = read_outcome(job, runs).measured
-    missing = [m for m in job.measurements if m not in measured]
-    if not missing:
+def _measure(job: Job, runs: Path, data_root: Path | None) -> None:
+    if not job.measurements:
         return
     directory = RunDirectory(job.experiment, job.seed, runs)
     directory.open()  # two sweeps must not write the same files
     with closing(directory):
-        measure_run(directory.path, missing, data_root)
+        measure_run(directory.path, job.measurements, data_root)
 
 
 def _diverged(job: Job, runs: Path, message: str) -> JobStatus:

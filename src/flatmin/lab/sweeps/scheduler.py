@@ -11,14 +11,18 @@ from flatmin.lab.sweeps.jobs import Job
 from flatmin.lab.sweeps.progress import SweepProgress, passes
 from flatmin.lab.sweeps.run_job import JobStatus, Pool
 from flatmin.lab.training.session import Interruption
+from flatmin.lab.training.trained_model import RUN_PREFIX
 
 POLL_SECONDS = 0.25
 BUSY_SECONDS = 2.0  # until a run that another process works on is tried again
 
 
 def prerequisite(job: Job) -> str | None:
-    """Return the name of the run that a job needs first: with bootstrapping, the one whose predictions it learns."""
-    return job.experiment.first_stage().run_name(job.seed) if job.experiment.data.bootstrap else None
+    """Return the run that a job needs first: whose predictions it learns, or whose weights it starts from."""
+    if job.experiment.data.bootstrap:
+        return job.experiment.first_stage().run_name(job.seed)
+    checkpoint = job.experiment.model.checkpoint or ""
+    return checkpoint.removeprefix(RUN_PREFIX) if checkpoint.startswith(RUN_PREFIX) else None
 
 
 class JobScheduler:

@@ -4,17 +4,17 @@ A sweep keeps its state in the directory of runs only. It may be killed at any t
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
 
-from flatmin.lab.errors import SpecError
-from flatmin.lab.sweeps.jobs import Job, Outcome, read_outcome
+from flatmin.lab.errors import RunError, SpecError
+from flatmin.lab.runs.record import RunRecord, read_record
+from flatmin.lab.sweeps.jobs import Job
 from flatmin.lab.sweeps.local_pool import LocalPool, machine_shares
-from flatmin.lab.sweeps.measurements import measurement_settings
 from flatmin.lab.sweeps.progress import SweepProgress
 from flatmin.lab.sweeps.run_job import Pool, run_job
 from flatmin.lab.sweeps.scheduler import JobScheduler
@@ -27,16 +27,16 @@ Engine = Literal["local", "ray"]
 ATTEMPTS = 3
 
 
-def sweep(jobs: Sequence[Job], *, what: str = "", **settings: Any) -> list[Outcome]:
-    """Run all jobs that are not complete and return what came of each; the settings are those of `Sweeper`."""
+def sweep(jobs: Sequence[Job], *, what: str = "", **settings: Any) -> dict[str, RunRecord]:
+    """Run all jobs that are not complete and return each run's record by name; the settings are `Sweeper`'s."""
     with Sweeper(**settings) as sweeper:
-        return sweeper.outcomes(jobs, what)
+        return sweeper.run(jobs, what)
 
 
 class Sweeper:
-    """A `Runner` that runs what is missing, several jobs at a time. Use it in a ``with`` statement.
+    """Runs what is missing, several jobs at a time. Use it in a ``with`` statement.
 
-    Its processes are kept from one call of `outcomes` to the next. If a process dies, its job resumes from the last
+    Its processes are kept from one call of `run` to the next. If a process dies, its job resumes from the last
     checkpoint, as long as each attempt saves something new.
 
     Args:
@@ -91,29 +91,24 @@ class Sweeper:
             pool, self._pool = self._pool, None
             pool.__exit__(None, None, None)
 
-    def outcomes(self, jobs: Sequence[Job], what: str = "") -> list[Outcome]:
-        """Run all jobs that are not complete and return the outcome of each, in the same order.
+    def run(self, jobs: Sequence[Job], what: str = "") -> dict[str, RunRecord]:
+        """Run all jobs that are not complete and return the records of all, by the names of their runs.
 
         Jobs with the same name are one run, with the measurements of all of them. If the loss diverges, or if a job
-        fails at each attempt, its outcome says so, and the others go on. The next call tries failed jobs again, but
+        fails at each attempt, its record says so, and the others go on. The next call tries failed jobs again, but
         not diverged ones.
 
         Raises:
             SpecError, DataError, ModelError, StorageError: a user error; other jobs have saved and stopped.
-            RunError: the processes cannot be started, or the cluster cannot be reached.
+            RunError: the processes cannot be started, the cluster cannot be reached, or a finished run is corrupt.
             InterruptedRun: SIGTERM or Ctrl-C came; the message says what is saved.
         """
         united = unite(jobs)
-        for measurement in {m for job in united.values() for m in job.measurements}:
-            measurement_settings(measurement)  # an error shows now, not after the training
         progress = SweepProgress(united, self.runs, self.console, what)
-        missing = {}
-        for name, job in united.items():
-            known = read_outcome(job, self.runs)
-            if known.complete:
-                progress.complete_before(name, failed=known.failure is not None)
-            else:
-                missing[name] = job
+        records = {name: self._record(name) for name in united}
+        missing = {name: job for name, job in united.items() if not job.is_complete(records[name])}
+        for name in united.keys() - missing.keys():
+            progress.complete_before(name, failed=records[name].state == "failed")
         failures: dict[str, str] = {}
         if missing:
             schedule = JobScheduler(missing, self._ready_pool(), progress, self.attempts)
@@ -123,9 +118,20 @@ class Sweeper:
             except BaseException:
                 self.close()  # nothing may go on running unseen
                 raise
-        outcomes = [_outcome(job, self.runs, failures) for job in jobs]
-        self._say_problems(outcomes, failures)
-        return outcomes
+        for name in missing:
+            records[name] = self._record(name)
+            if name in failures:
+                records[name] = dataclasses.replace(
+                    records[name], state="failed", reason=failures[name], is_final=False
+                )
+        self._say_problems(records)
+        return records
+
+    def _record(self, name: str) -> RunRecord:
+        record = read_record(name, self.runs)
+        if record.state == "not readable":
+            raise RunError(record.reason)
+        return record
 
     def _ready_pool(self) -> Pool:
         if self._pool is None:
@@ -145,26 +151,24 @@ class Sweeper:
             self._pool = pool.__enter__()
         return self._pool
 
-    def _say_problems(self, outcomes: Sequence[Outcome], failures: dict[str, str]) -> None:
-        problems = {o.job.name: o.failure for o in outcomes if o.failure is not None}
-        if self.console is None or not problems:
+    def _say_problems(self, records: dict[str, RunRecord]) -> None:
+        failed = [record for record in records.values() if record.state == "failed"]
+        if self.console is None or not failed:
             return
-        self.console.print(f"{len(problems)} of {len({o.job.name for o in outcomes})} runs failed:")
-        for name, problem in problems.items():
-            again = " (The same command tries again.)" if name in failures else ""
-            self.console.print(f"  {name}: {problem}{again}", markup=False, highlight=False, soft_wrap=True)
+        self.console.print(f"{len(failed)} of {len(records)} runs failed:")
+        for record in failed:
+            again = "" if record.is_final else " (The same command tries again.)"
+            self.console.print(
+                f"  {record.name}: {record.reason}{again}", markup=False, highlight=False, soft_wrap=True
+            )
 
 
-def unite(jobs: Sequence[Job]) -> dict[str, Job]:
-    """Return one job for each name, with the measurements of all that have it."""
+def unite(jobs: Iterable[Job]) -> dict[str, Job]:
+    """Return one job for each name, with the measurements and curves of all that have it."""
     united: dict[str, Job] = {}
     for job in jobs:
         known = united.get(job.name, job)
         measurements = tuple(dict.fromkeys((*known.measurements, *job.measurements)))
-        united[job.name] = dataclasses.replace(known, measurements=measurements)
+        curves = tuple(dict.fromkeys((*known.curves, *job.curves)))
+        united[job.name] = dataclasses.replace(known, measurements=measurements, curves=curves)
     return united
-
-
-def _outcome(job: Job, runs: Path, failures: dict[str, str]) -> Outcome:
-    outcome = read_outcome(job, runs)
-    return outcome if outcome.complete else dataclasses.replace(outcome, failure=failures.get(job.name), final=False)

@@ -9,16 +9,16 @@ import math
 from collections.abc import Mapping
 
 from flatmin.lab.foret2021.claims.figures import CLAIMS
-from flatmin.lab.foret2021.item_findings import findings, hyperparameters
+from flatmin.lab.foret2021.item_findings import findings, hyperparameters, item
 from flatmin.lab.foret2021.scales import jobs_for, replica_seeds, sam_rho, start
 from flatmin.lab.foret2021.settings import CIFAR, RHO_GRID
 from flatmin.lab.foret2021.sources import HYPERPARAMETERS
 from flatmin.lab.studies.contrasts import Family, mean
 from flatmin.lab.studies.findings import Findings, LineFigure, Row, Series, Table, Verdict, VerdictStatus
-from flatmin.lab.studies.item import Scale
-from flatmin.lab.studies.replicas import Read, RecordingRunner, Replicas, measured, metric, runs_of, series_over
-from flatmin.lab.sweeps.jobs import Measurement
-from flatmin.lab.sweeps.runners import Runner
+from flatmin.lab.studies.replicas import Read, Replicas, measured, metric, replicas_of, runs_of, series_over
+from flatmin.lab.studies.study import Known, Scale
+from flatmin.lab.sweeps.jobs import Job
+from flatmin.lab.sweeps.measurements import Bound, Noise
 
 DELTA = 0.05
 PAPER = CIFAR["WRN-28-10 (200 epochs)", "cifar10"]
@@ -40,31 +40,39 @@ NO_FALL = 0.001
 RADII: Mapping[Scale, tuple[float, ...]] = {"paper": RHO_GRID, "laptop": RHO_GRID, "smoke": (0.05, 0.2)}
 
 
-def bound(scale: Scale, runner: Runner) -> Findings:
+def bound_jobs(scale: Scale, known: Known) -> dict[str, list[Job]]:
+    """Return the models with their bounds and what noise does to their errors."""
+    measurements = (*bounds_of(scale).values(), noise_of(scale))
+    return {
+        method: jobs_for(start(scale, PAPER, rho=rho), f"bound/{method}", replica_seeds(scale), measurements)
+        for method, rho in (("SGD", 0.0), ("SAM", sam_rho(scale, PAPER)))
+    }
+
+
+def bounds_of(scale: Scale) -> dict[float, Bound]:
+    """Return how the bound is measured, by radius."""
+    return {radius: Bound(rho=radius, delta=DELTA) for radius in RADII[scale]}
+
+
+def noise_of(scale: Scale) -> Noise:
+    """Return how the condition of the bound is measured."""
+    return Noise(rho=sam_rho(scale, PAPER), num_examples=NUM_TEST_EXAMPLES[scale])
+
+
+def bound(scale: Scale, known: Known) -> Findings:
     """Evaluate the bound on the 0-1 error for SGD and SAM models, over rho, and say whether it is vacuous."""
-    recorder = RecordingRunner(runner)
-    rho = sam_rho(scale, PAPER)
-    measurements = {
-        radius: Measurement(kind="bound", settings=(("rho", radius), ("delta", DELTA))) for radius in RADII[scale]
-    }
-    noise = Measurement(kind="noise", settings=(("rho", rho), ("num_examples", NUM_TEST_EXAMPLES[scale])))
-    experiments = {method: start(scale, PAPER, rho=radius) for method, radius in (("SGD", 0.0), ("SAM", rho))}
-    jobs = {
-        method: jobs_for(experiment, f"bound/{method}", replica_seeds(scale), (*measurements.values(), noise))
-        for method, experiment in experiments.items()
-    }
-    models = recorder.replicas(jobs, "bound: models and their bounds")
+    rho, measurements, noise = sam_rho(scale, PAPER), bounds_of(scale), noise_of(scale)
+    models = replicas_of(bound_jobs(scale, known), known)
     inequality, condition = (statement.claim for statement in CLAIMS["bound"].statements)
     return findings(
         "bound",
         scale,
-        recorder,
         tables=[_table(models, measurements[rho], rho), _noise_table(models, noise, rho)],
         figures=[_figure(models, measurements)],
         verdicts=[_verdict(inequality, models, measurements), _noise_verdict(condition, models, noise)],
         hyperparameters=[
             *HYPERPARAMETERS["bound"],
-            *hyperparameters("bound-model", scale, [experiments["SGD"]], ("rho of SAM", rho)),
+            *hyperparameters("bound-model", scale, [start(scale, PAPER, rho=0.0)], ("rho of SAM", rho)),
         ],
         notes=[
             "The loss is the 0-1 error. The worst weights in the ball are those that one ascent step finds, so this is "
@@ -73,7 +81,7 @@ def bound(scale: Scale, runner: Runner) -> Findings:
     )
 
 
-def _table(models: Mapping[str, Replicas], measurement: Measurement, rho: float) -> Table:
+def _table(models: Mapping[str, Replicas], measurement: Bound, rho: float) -> Table:
     lower = models["SAM"].lower_than(models["SGD"], "bound: the last two", measured(measurement, "total"), unit="")
     rows: list[Row] = [
         [
@@ -88,7 +96,8 @@ def _table(models: Mapping[str, Replicas], measurement: Measurement, rho: float)
     )
     vacuous: Row = ["vacuous (above 1)"]
     for replicas in models.values():
-        known = [bool(o.measured[measurement]["vacuous"]) for o in replicas.outcomes if measurement in o.measured]
+        facts = (record.measured.get(measurement.name) for record in replicas.records)
+        known = [bool(found["vacuous"]) for found in facts if found is not None]
         vacuous.append(f"{sum(known)} of {len(known)}" if known else "")
     return Table(
         title=f"The bound on the error at rho = {rho:g}, term by term",
@@ -98,7 +107,7 @@ def _table(models: Mapping[str, Replicas], measurement: Measurement, rho: float)
     )
 
 
-def _noise_table(models: Mapping[str, Replicas], noise: Measurement, rho: float) -> Table:
+def _noise_table(models: Mapping[str, Replicas], noise: Noise, rho: float) -> Table:
     rows: list[Row] = []
     for scale, name in NOISE_SCALES.items():
         rows.append([name, *(m.cell(_of_noise(noise, scale, "rise"), unit="") for m in models.values())])
@@ -113,16 +122,16 @@ def _noise_table(models: Mapping[str, Replicas], noise: Measurement, rho: float)
     )
 
 
-def _of_noise(noise: Measurement, scale: str, key: str) -> Read:
+def _of_noise(noise: Noise, scale: str, key: str) -> Read:
     return measured(noise, lambda facts: float(facts[scale][key]))
 
 
-def _noise_verdict(claim: str, models: Mapping[str, Replicas], noise: Measurement) -> Verdict:
+def _noise_verdict(claim: str, models: Mapping[str, Replicas], noise: Noise) -> Verdict:
     """Judge that noise does not lower the error: no model's interval lies below 0, and none reaches far below."""
-    outcomes = [outcome for replicas in models.values() for outcome in replicas.outcomes]
-    if not all(noise in outcome.measured for outcome in outcomes):
+    records = [record for replicas in models.values() for record in replicas.records]
+    if not all(noise.name in record.measured for record in records):
         return Verdict(claim=claim, status="not tested", evidence="Models or their measurements are missing.")
-    effects = [outcome.measured[noise][scale] for outcome in outcomes for scale in NOISE_SCALES]
+    effects = [record.measured[noise.name][scale] for record in records for scale in NOISE_SCALES]
     falls = sum(effect["rise"] + effect["half_width"] < 0 for effect in effects)
     lowest = min(effect["rise"] - effect["half_width"] for effect in effects)
     status: VerdictStatus = "not reproduced" if falls else "reproduced" if lowest >= -NO_FALL else "inconclusive"
@@ -134,7 +143,7 @@ def _noise_verdict(claim: str, models: Mapping[str, Replicas], noise: Measuremen
     return Verdict(claim=claim, status=status, evidence=f"{said}.")
 
 
-def _figure(models: Mapping[str, Replicas], measurements: Mapping[float, Measurement]) -> LineFigure:
+def _figure(models: Mapping[str, Replicas], measurements: Mapping[float, Bound]) -> LineFigure:
     series = [
         series_over(name, {rho: replicas.by_seed(measured(m, "total")) for rho, m in measurements.items()})
         for name, replicas in models.items()
@@ -152,15 +161,15 @@ def _figure(models: Mapping[str, Replicas], measurements: Mapping[float, Measure
     )
 
 
-def _verdict(claim: str, models: Mapping[str, Replicas], measurements: Mapping[float, Measurement]) -> Verdict:
+def _verdict(claim: str, models: Mapping[str, Replicas], measurements: Mapping[float, Bound]) -> Verdict:
     """Judge the inequality itself, which a vacuous bound cannot test."""
     error = metric("test_error", 1.0)
     bounds = [
-        (float(outcome.measured[measurement]["total"]), test_error)
+        (float(record.measured[measurement.name]["total"]), test_error)
         for replicas in models.values()
-        for outcome in replicas.outcomes
+        for record in replicas.records
         for measurement in measurements.values()
-        if (test_error := error(outcome)) is not None and measurement in outcome.measured
+        if (test_error := error(record)) is not None and measurement.name in record.measured
     ]
     if not bounds:
         return Verdict(claim=claim, status="not tested", evidence="No model with its bound is available.")
@@ -177,3 +186,6 @@ def _verdict(claim: str, models: Mapping[str, Replicas], measurements: Mapping[f
     elif vacuous == len(bounds):
         status, said = "inconclusive", f"{said}. A bound that exceeds 1 holds of any model and says nothing of this one"
     return Verdict(claim=claim, status=status, evidence=f"{said}.")
+
+
+BOUND = item("bound", bound_jobs, bound)

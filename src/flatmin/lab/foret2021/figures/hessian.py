@@ -11,17 +11,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from flatmin.lab.foret2021.claims.figures import HESSIAN as CLAIMS
-from flatmin.lab.foret2021.item_findings import findings, hyperparameters
+from flatmin.lab.foret2021.item_findings import findings, hyperparameters, item
 from flatmin.lab.foret2021.scales import LAPTOP_EPOCHS, curvature_seeds, jobs_for, start, tuned_rho
 from flatmin.lab.foret2021.settings import HESSIAN, HESSIAN_AT_EPOCHS
+from flatmin.lab.runs.record import RunRecord
 from flatmin.lab.spec.experiment import Experiment, Model
 from flatmin.lab.studies.contrasts import BySeed, Contrast, Family, mean
 from flatmin.lab.studies.findings import Comparison, Findings, LineFigure, Row, Table
-from flatmin.lab.studies.item import Scale
 from flatmin.lab.studies.measured_figures import density_figures
-from flatmin.lab.studies.replicas import Read, RecordingRunner, Replicas, measured, metric, runs_of, series_over
-from flatmin.lab.sweeps.jobs import Job, Measurement, Outcome
-from flatmin.lab.sweeps.runners import Runner
+from flatmin.lab.studies.replicas import Read, Replicas, measured, metric, replicas_of, runs_of, series_over
+from flatmin.lab.studies.study import Known, Scale
+from flatmin.lab.sweeps.jobs import Job
+from flatmin.lab.sweeps.measurements import Spectrum
 
 AT_EPOCHS: dict[Scale, tuple[int, ...]] = {
     "paper": HESSIAN_AT_EPOCHS,
@@ -36,20 +37,29 @@ QUANTITIES = {"lambda_max": "lambda_max", "lambda_max/lambda_5": RATIO}
 """By the claims' name: what the spectra call it."""
 
 
-def hessian(scale: Scale, runner: Runner) -> Findings:
-    """Compare the curvature that SGD and SAM train into a model without batch norm (Figure 3, left)."""
-    recorder = RecordingRunner(runner)
+def hessian_jobs(scale: Scale, known: Known) -> dict[str, list[Job]]:
+    """Return the runs that choose rho, and the models with their spectra."""
     sgd = hessian_experiment(scale)
-    rho = tuned_rho(recorder, "hessian", scale, HESSIAN, sgd)
+    rho, choosing = tuned_rho(known, "hessian", scale, HESSIAN, sgd)
     *before, _ = AT_EPOCHS[scale]
-    last = _spectrum(scale, None)
-    along = {epoch: _spectrum(scale, epoch) for epoch in before}
-    jobs: dict[str, list[Job]] = {"SGD": [], "SAM": []}
+    jobs: dict[str, list[Job]] = {"choosing": choosing, "SGD": [], "SAM": []}
     for method, radius in (("SGD", 0.0), ("SAM", rho)):
         if radius is not None:
             kept = replace(sgd, keep_every=math.gcd(*before), optim=replace(sgd.optim, rho=radius))
-            jobs[method] = jobs_for(kept, f"hessian/{method}", curvature_seeds(scale), (*along.values(), last))
-    models = recorder.replicas(jobs, "hessian: models and their spectra")
+            spectra = tuple(spectra_of(scale).values())
+            jobs[method] = jobs_for(kept, f"hessian/{method}", curvature_seeds(scale), spectra)
+    return jobs
+
+
+def hessian(scale: Scale, known: Known) -> Findings:
+    """Compare the curvature that SGD and SAM train into a model without batch norm (Figure 3, left)."""
+    sgd = hessian_experiment(scale)
+    rho, _ = tuned_rho(known, "hessian", scale, HESSIAN, sgd)
+    spectra = spectra_of(scale)
+    *before, end = spectra
+    along, last = {epoch: spectra[epoch] for epoch in before}, spectra[end]
+    models = replicas_of(hessian_jobs(scale, known), known)
+    del models["choosing"]
 
     def lower(what: str, read: Read) -> Contrast:
         return models["SAM"].lower_than(models["SGD"], what, read, unit="")
@@ -61,9 +71,10 @@ def hessian(scale: Scale, runner: Runner) -> Findings:
         for name, key in QUANTITIES.items()
     ]
     family = Family([*at_end, *before_end])
-    spectra = along | {AT_EPOCHS[scale][-1]: last}
     claim = CLAIMS.statements[0].claim
-    facts = [facts for m in models.values() for outcome in m.outcomes for facts in outcome.measured.values()]
+    names = {spectrum.name for spectrum in spectra.values()}
+    known_facts = (record.measured.items() for m in models.values() for record in m.records)
+    facts = [spectrum for items in known_facts for name, spectrum in items if name in names]
     bad = sum(not spectrum.get("converged", True) for spectrum in facts)
     densities = (
         density_figures(models.values(), m, f"Spectrum of the Hessian after epoch {epoch}, first replica of each")
@@ -72,7 +83,6 @@ def hessian(scale: Scale, runner: Runner) -> Findings:
     return findings(
         "hessian",
         scale,
-        recorder,
         tables=[_table(models, spectra, family, at_end, before_end)],
         figures=[*_lambda_figures(models, spectra), *(figure for figures in densities for figure in figures)],
         verdicts=[
@@ -103,14 +113,14 @@ def hessian_experiment(scale: Scale) -> Experiment:
     )
 
 
-def mean_log(measurements: Sequence[Measurement], key: str) -> Read:
+def mean_log(measurements: Sequence[Spectrum], key: str) -> Read:
     """Return how to read the mean over several spectra of the logarithm (base 10) of a number.
 
     Curvature changes by orders of magnitude along training: a mean of logarithms is not that of one epoch.
     """
 
-    def read(outcome: Outcome) -> float | None:
-        values = [outcome.measured[m][key] for m in measurements if m in outcome.measured]
+    def read(record: RunRecord) -> float | None:
+        values = [record.measured[m.name][key] for m in measurements if m.name in record.measured]
         if len(values) < len(measurements) or any(value is None or value <= 0 for value in values):
             return None
         return mean(math.log10(value) for value in values)
@@ -118,24 +128,26 @@ def mean_log(measurements: Sequence[Measurement], key: str) -> Read:
     return read
 
 
-def _spectrum(scale: Scale, epoch: int | None) -> Measurement:
-    settings: dict[Scale, dict[str, int]] = {
-        "paper": {"num_eigenvalues": 5, "steps": 80, "probes": 4, "num_examples": 10_000},
-        "laptop": {"num_eigenvalues": 5, "steps": 30, "probes": 1, "num_examples": 200},
-        "smoke": {"num_eigenvalues": 5, "steps": 8, "probes": 1, "num_examples": 16},
+def spectra_of(scale: Scale) -> dict[int, Spectrum]:
+    """Return how the Hessian is measured, by epoch; the last one is the end of training."""
+    settings: dict[Scale, Spectrum] = {
+        "paper": Spectrum(steps=80, probes=4, num_examples=10_000),
+        "laptop": Spectrum(steps=30, probes=1, num_examples=200),
+        "smoke": Spectrum(steps=8, probes=1, num_examples=16),
     }
-    return Measurement(kind="spectrum", settings=tuple(settings[scale].items()), epoch=epoch)
+    *before, end = AT_EPOCHS[scale]
+    return {epoch: replace(settings[scale], epoch=epoch) for epoch in before} | {end: settings[scale]}
 
 
 def _table(
     models: Mapping[str, Replicas],
-    spectra: Mapping[int, Measurement],
+    spectra: Mapping[int, Spectrum],
     family: Family,
     at_end: Sequence[Contrast],
     before_end: Sequence[Contrast],
 ) -> Table:
-    def largest_ratio(outcome: Outcome) -> float | None:
-        ratios = [outcome.measured[m][RATIO] for m in spectra.values() if m in outcome.measured]
+    def largest_ratio(record: RunRecord) -> float | None:
+        ratios = [record.measured[m.name][RATIO] for m in spectra.values() if m.name in record.measured]
         return max((r for r in ratios if r is not None and math.isfinite(r)), default=None)
 
     def row(name: str, values: Sequence[BySeed], compared: Comparison | str, claimed: str = "") -> Row:
@@ -170,7 +182,7 @@ def _table(
     )
 
 
-def _lambda_figures(models: Mapping[str, Replicas], spectra: Mapping[int, Measurement]) -> list[LineFigure]:
+def _lambda_figures(models: Mapping[str, Replicas], spectra: Mapping[int, Spectrum]) -> list[LineFigure]:
     return [
         LineFigure(
             title=f"{name} along training",
@@ -179,10 +191,13 @@ def _lambda_figures(models: Mapping[str, Replicas], spectra: Mapping[int, Measur
             series=[
                 series_over(m.name, {epoch: m.by_seed(measured(s, key)) for epoch, s in spectra.items()})
                 for m in models.values()
-                if m.outcomes
+                if m.records
             ],
             log_y=True,
             runs=runs_of(models.values()),
         )
         for name, key in QUANTITIES.items()
     ]
+
+
+SPECTRA = item("hessian", hessian_jobs, hessian)

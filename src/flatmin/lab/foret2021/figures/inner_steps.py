@@ -14,18 +14,18 @@ import numpy as np
 
 from flatmin.lab.foret2021.claims.appendix import ASCENT_STEPS as CLAIMS
 from flatmin.lab.foret2021.claims.figures import FIGURES
-from flatmin.lab.foret2021.item_findings import findings, hyperparameters
+from flatmin.lab.foret2021.item_findings import findings, hyperparameters, item
 from flatmin.lab.foret2021.scales import jobs_for, replica_seeds, sam_rho, start
 from flatmin.lab.foret2021.settings import ASCENT_NUM_RUNS, ASCENT_STEPS, ASCENT_STEPS_GRID
 from flatmin.lab.runs.directory import Metrics
+from flatmin.lab.runs.record import RunRecord
 from flatmin.lab.spec.experiment import Experiment
 from flatmin.lab.studies.contrasts import Contrast, Family, mean
 from flatmin.lab.studies.findings import Findings, LineFigure, Row, Table, Verdict, VerdictStatus
-from flatmin.lab.studies.item import SCALES, Scale
-from flatmin.lab.studies.replicas import RecordingRunner, Replicas, runs_of
+from flatmin.lab.studies.replicas import Replicas, replicas_of, runs_of
 from flatmin.lab.studies.statistics import SIGNIFICANT, mean_and_interval
-from flatmin.lab.sweeps.jobs import Outcome
-from flatmin.lab.sweeps.runners import Runner
+from flatmin.lab.studies.study import SCALES, Known, Scale
+from flatmin.lab.sweeps.jobs import Job
 
 NUM_RUNS: Mapping[Scale, int] = {**{scale: len(replica_seeds(scale)) for scale in SCALES}, "paper": ASCENT_NUM_RUNS}
 DATASETS: Mapping[Scale, tuple[str, ...]] = {
@@ -43,25 +43,29 @@ ByDatasetAndSteps = Mapping[tuple[str, int], Replicas]
 Gains = tuple[dict[int, float], dict[int, float], float]
 
 
-def inner_steps(scale: Scale, runner: Runner) -> Findings:
+def inner_steps_jobs(scale: Scale, known: Known) -> dict[tuple[str, int], list[Job]]:
+    """Return the replicas for each dataset and number of ascent steps."""
+    curves = ("train_error", "perturbed_error")
+    return {
+        (d, n): jobs_for(_experiment(scale, d, n), f"inner-steps/{d}, {n} steps", range(NUM_RUNS[scale]), curves=curves)
+        for d in DATASETS[scale]
+        for n in ASCENT_STEPS_GRID
+    }
+
+
+def inner_steps(scale: Scale, known: Known) -> Findings:
     """Train with 1, 2, 3 and 5 ascent steps; show test error and estimated sharpness, at the end and along training.
 
     The estimated sharpness is the error rate of a batch at w + eps minus that at w, both as they were trained.
     """
-    recorder, datasets, num_runs = RecordingRunner(runner), DATASETS[scale], NUM_RUNS[scale]
-    keys = [(dataset, steps) for dataset in datasets for steps in ASCENT_STEPS_GRID]
-    jobs = {
-        (d, steps): jobs_for(_experiment(scale, d, steps), f"inner-steps/{d}, {steps} steps", range(num_runs))
-        for d, steps in keys
-    }
-    asked = recorder.replicas(jobs, "inner-steps: replicas")
-    replicas = {(d, steps): replace(asked[d, steps], name=_steps(steps)) for d, steps in keys}
-    experiment = jobs[datasets[0], FEW][0].experiment
+    datasets, num_runs = DATASETS[scale], NUM_RUNS[scale]
+    found = replicas_of(inner_steps_jobs(scale, known), known)
+    replicas = {(d, steps): replace(group, name=_steps(steps)) for (d, steps), group in found.items()}
+    experiment = _experiment(scale, datasets[0], FEW)
     along = FIGURES["ascent-along-training"]
     return findings(
         "inner-steps",
         scale,
-        recorder,
         source=f"{CLAIMS.source}; {along.source}",
         tables=[_table(replicas, datasets, num_runs)],
         figures=[_figure(replicas, dataset) for dataset in datasets],
@@ -85,8 +89,8 @@ def sharpness_of(line: Metrics) -> float | None:
     return None if perturbed is None or plain is None else perturbed - plain
 
 
-def _sharpness(outcome: Outcome) -> float | None:
-    value = sharpness_of(outcome.result.metrics) if outcome.result is not None else None
+def _sharpness(record: RunRecord) -> float | None:
+    value = sharpness_of(record.metrics)
     return None if value is None else 100 * value
 
 
@@ -189,8 +193,8 @@ def _gains(few: Replicas, many: Replicas) -> Gains:
     first: dict[int, float] = {}
     last: dict[int, float] = {}
     sums = np.zeros(2)
-    by_seed = [{o.job.seed: _curve(o) for o in group.outcomes} for group in (few, many)]
-    for seed in sorted(by_seed[0].keys() & by_seed[1].keys()):
+    by_seed = [{r.seed: _curve(r) for r in group.records} for group in (few, many)]
+    for seed in sorted(seed for seed in by_seed[0].keys() & by_seed[1].keys() if seed is not None):
         curves = [curves[seed] for curves in by_seed]
         length = min(map(len, curves))
         if length:
@@ -202,8 +206,8 @@ def _gains(few: Replicas, many: Replicas) -> Gains:
     return first, last, float(sums[0] / sums[1]) if sums[1] > 0 else math.nan
 
 
-def _curve(outcome: Outcome) -> list[float]:
-    lines = outcome.result.history if outcome.result is not None else []
+def _curve(record: RunRecord) -> list[float]:
+    lines = record.history if record.state == "finished" else ()
     return [100 * value for value in map(sharpness_of, lines) if value is not None]
 
 
@@ -226,3 +230,6 @@ def _unaffected(claim: str, contrasts: Sequence[Contrast], family: Family) -> Ve
         f"{100 * EQUIVALENCE:.0f} % would be a strong effect."
     )
     return replace(verdict, status=status, evidence=f"{verdict.evidence} {said}")
+
+
+INNER_STEPS = item("inner-steps", inner_steps_jobs, inner_steps)

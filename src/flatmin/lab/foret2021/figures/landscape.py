@@ -13,17 +13,18 @@ from pathlib import Path
 import numpy as np
 
 from flatmin.lab.foret2021.claims.figures import CLAIMS
-from flatmin.lab.foret2021.item_findings import findings, hyperparameters
+from flatmin.lab.foret2021.item_findings import findings, hyperparameters, item
 from flatmin.lab.foret2021.scales import curvature_seeds, jobs_for, start, tuned_rho
 from flatmin.lab.foret2021.settings import LANDSCAPES
-from flatmin.lab.spec.experiment import Model
+from flatmin.lab.runs.record import MeasurementResult
+from flatmin.lab.spec.experiment import Experiment, Model
 from flatmin.lab.studies.contrasts import Family
 from flatmin.lab.studies.findings import Findings, Row, Table
-from flatmin.lab.studies.item import Scale
 from flatmin.lab.studies.measured_figures import landscape_figures
-from flatmin.lab.studies.replicas import Read, RecordingRunner, measured, metric
-from flatmin.lab.sweeps.jobs import Job, Measurement, MeasurementResult
-from flatmin.lab.sweeps.runners import Runner
+from flatmin.lab.studies.replicas import Read, measured, metric, replicas_of
+from flatmin.lab.studies.study import Known, Scale
+from flatmin.lab.sweeps.jobs import Job
+from flatmin.lab.sweeps.measurements import Landscape
 
 RADIUS = 0.5
 """How far from the weights the rise of the loss is judged, in units of the weights: directions are as long as they are.
@@ -42,30 +43,38 @@ LI_NAME = "SGD, the checkpoint of Li et al."
 LI_MODEL = "The paper's SGD model is the checkpoint of Li et al. (2018);"
 
 
-def landscape(scale: Scale, runner: Runner) -> Findings:
-    """Show the loss on a plane through the weights of a model trained with SGD and with SAM (Figure 1).
-
-    The directions are the same draws for both models, scaled to the filters of each (Li et al., 2018).
-    """
-    recorder = RecordingRunner(runner)
-    sgd = replace(start(scale, LANDSCAPES, rho=0.0), model=Model(name=MODEL_NAMES[scale]))
-    rho = tuned_rho(recorder, "landscape", scale, LANDSCAPES, sgd)
-    picture, numbers = _plane(*PICTURE[scale]), _plane(*NUMBERS[scale])
-    jobs: dict[str, list[Job]] = {"SGD": [], "SAM": []}
+def landscape_jobs(scale: Scale, known: Known) -> dict[str, list[Job]]:
+    """Return the runs that choose rho, and the models with their surroundings."""
+    sgd = landscape_experiment(scale)
+    rho, choosing = tuned_rho(known, "landscape", scale, LANDSCAPES, sgd)
+    picture, numbers = _planes(scale)
+    jobs: dict[str, list[Job]] = {"choosing": choosing, "SGD": [], "SAM": []}
     for method, radius in (("SGD", 0.0), ("SAM", rho)):
         if radius is not None:
             experiment = replace(sgd, optim=replace(sgd.optim, rho=radius))
             first, *others = jobs_for(experiment, f"landscape/{method}", curvature_seeds(scale), (numbers,))
             jobs[method] = [replace(first, measurements=tuple(dict.fromkeys((picture, numbers)))), *others]
-    whose = []
     if scale == "paper" and LI_CHECKPOINT.is_file():
         published = replace(sgd, model=replace(sgd.model, checkpoint=str(LI_CHECKPOINT), head="keep"), epochs=0)
         jobs[LI_NAME] = jobs_for(published, "landscape/Li et al.", (0,), (picture,))
+    return jobs
+
+
+def landscape(scale: Scale, known: Known) -> Findings:
+    """Show the loss on a plane through the weights of a model trained with SGD and with SAM (Figure 1).
+
+    The directions are the same draws for both models, scaled to the filters of each (Li et al., 2018).
+    """
+    sgd = landscape_experiment(scale)
+    rho, _ = tuned_rho(known, "landscape", scale, LANDSCAPES, sgd)
+    picture, numbers = _planes(scale)
+    models = replicas_of(landscape_jobs(scale, known), known)
+    del models["choosing"]
+    whose = []
+    if LI_NAME in models:
         whose = [f"{LI_MODEL} it is shown, and ours are compared with SAM."]
     elif scale == "paper":
-        whose = [f"{LI_MODEL} {LI_CHECKPOINT} does not exist, so that only ours are shown."]
-    models = recorder.replicas(jobs, "landscape: models and their surroundings")
-
+        whose = [f"{LI_MODEL} {LI_CHECKPOINT} does not exist, so only ours are shown."]
     readings: list[tuple[str, str, Read]] = [
         (f"mean rise of the loss within {RADIUS:g}", "", measured(numbers, rise_within(RADIUS))),
         ("mean rise of the loss over the plane", "", measured(numbers, rise_within(2 * SPAN))),
@@ -84,7 +93,6 @@ def landscape(scale: Scale, runner: Runner) -> Findings:
     return findings(
         "landscape",
         scale,
-        recorder,
         tables=[Table(title=title, columns=columns, rows=rows)],
         figures=landscape_figures(models.values(), picture, "The loss around the weights, first replica of each"),
         verdicts=[family.judge(CLAIMS["landscape"].statements[0].claim, [rise])],
@@ -119,11 +127,22 @@ def rise_within(radius: float) -> Callable[[MeasurementResult], float | None]:
     return read
 
 
-def _plane(points: int, num_examples: int | None) -> Measurement:
-    settings = (("span", SPAN), ("points", points), ("num_examples", num_examples))
-    return Measurement(kind="landscape", settings=settings)
+def landscape_experiment(scale: Scale) -> Experiment:
+    """Return the model without shortcuts that is trained with SGD."""
+    return replace(start(scale, LANDSCAPES, rho=0.0), model=Model(name=MODEL_NAMES[scale]))
+
+
+def _planes(scale: Scale) -> list[Landscape]:
+    """Return how the plane is measured for the picture and for the numbers."""
+    return [
+        Landscape(span=SPAN, points=points, num_examples=num_examples)
+        for points, num_examples in (PICTURE[scale], NUMBERS[scale])
+    ]
 
 
 def _center(facts: MeasurementResult) -> float:
     middle = len(facts["coordinates"]) // 2
     return float(facts["loss"][middle][middle])
+
+
+LANDSCAPE = item("landscape", landscape_jobs, landscape)

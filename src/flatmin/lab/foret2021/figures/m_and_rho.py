@@ -9,16 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from flatmin.lab.foret2021.claims.figures import CLAIMS
-from flatmin.lab.foret2021.item_findings import findings, hyperparameters
+from flatmin.lab.foret2021.item_findings import findings, hyperparameters, item
 from flatmin.lab.foret2021.scales import LAPTOP_RHOS, jobs_for, replica_seeds, start
 from flatmin.lab.foret2021.settings import M_GRID, M_SHARPNESS, RHO_GRID, VALIDATION
 from flatmin.lab.spec.experiment import Experiment
 from flatmin.lab.studies.conditions import edge_note
 from flatmin.lab.studies.contrasts import Contrast, Family, mean
 from flatmin.lab.studies.findings import Findings, LineFigure, Row, Series, Table
-from flatmin.lab.studies.item import Scale
-from flatmin.lab.studies.replicas import RecordingRunner, Replicas, runs_of, series_over
-from flatmin.lab.sweeps.runners import Runner
+from flatmin.lab.studies.replicas import Replicas, replicas_of, runs_of, series_over
+from flatmin.lab.studies.study import Known, Scale
+from flatmin.lab.sweeps.jobs import Job
 
 M_VALUES: Mapping[Scale, tuple[int, ...]] = {"paper": M_GRID, "laptop": (16, 128), "smoke": (8, 20)}
 RHO_VALUES: Mapping[Scale, tuple[float, ...]] = {"paper": RHO_GRID, "laptop": LAPTOP_RHOS, "smoke": (0.05, 0.2)}
@@ -35,13 +35,13 @@ class Curve:
     @property
     def chosen_rho(self) -> float | None:
         """The rho with the lowest mean validation error; None while a replica of any rho is not finished."""
-        if not all(outcome.complete for group in self.replicas.values() for outcome in group.outcomes):
+        if not all(record.is_complete for group in self.replicas.values() for record in group.records):
             return None
         # A rho with which a replica diverges is no candidate: the others alone would flatter it.
         errors = {
             rho: mean(group.by_seed("valid_error").values())
             for rho, group in self.replicas.items()
-            if len(group.runs) == len(group.outcomes)
+            if len(group.runs) == len(group.records)
         }
         return min(errors, key=errors.__getitem__) if errors else None
 
@@ -49,7 +49,7 @@ class Curve:
     def chosen(self) -> Replicas:
         """The replicas with the chosen rho; none while it is not chosen."""
         rho = self.chosen_rho
-        return Replicas(self.name, () if rho is None else self.replicas[rho].outcomes)
+        return Replicas(self.name, () if rho is None else self.replicas[rho].records)
 
     def series(self) -> Series:
         """Return the test error over rho."""
@@ -78,19 +78,24 @@ def contrast_of(lower: Curve, higher: Curve) -> Contrast:
     return lower.chosen.lower_than(higher.chosen, "test error, %", "test_error")
 
 
-def m_and_rho(scale: Scale, runner: Runner) -> Findings:
+def m_and_rho_jobs(scale: Scale, known: Known) -> dict[tuple[int, float] | str, list[Job]]:
+    """Return the replicas for each m and rho, and SGD's."""
+    seeds = replica_seeds(scale)
+    sgd = m_and_rho_experiment(scale, rho=0.0, m=None)
+    jobs: dict[tuple[int, float] | str, list[Job]] = {"SGD": jobs_for(sgd, "m-and-rho/SGD", seeds)}
+    for m in M_VALUES[scale]:
+        for rho in RHO_VALUES[scale]:
+            experiment = m_and_rho_experiment(scale, rho=rho, m=m)
+            jobs[m, rho] = jobs_for(experiment, f"m-and-rho/m={m}, rho={rho:g}", seeds)
+    return jobs
+
+
+def m_and_rho(scale: Scale, known: Known) -> Findings:
     """Train with SAM for several m and rho and show the test error (Figure 3, middle)."""
-    recorder, seeds, rhos = RecordingRunner(runner), replica_seeds(scale), RHO_VALUES[scale]
-    base = m_and_rho_experiment(scale, rho=0.0, m=None)
-    jobs = {"SGD": jobs_for(base, "m-and-rho/SGD", seeds)}
-    names = {(m, rho): f"m={m}, rho={rho:g}" for m in M_VALUES[scale] for rho in rhos}
-    for (m, rho), name in names.items():
-        jobs[name] = jobs_for(m_and_rho_experiment(scale, rho=rho, m=m), f"m-and-rho/{name}", seeds)
-    replicas = recorder.replicas(jobs, "m-and-rho: replicas")
+    rhos, base = RHO_VALUES[scale], m_and_rho_experiment(scale, rho=0.0, m=None)
+    replicas = replicas_of(m_and_rho_jobs(scale, known), known)
     baseline = replicas["SGD"]
-    curves = {
-        m: Curve(name=f"m = {m}", replicas={rho: replicas[names[m, rho]] for rho in rhos}) for m in M_VALUES[scale]
-    }
+    curves = {m: Curve(name=f"m = {m}", replicas={rho: replicas[m, rho] for rho in rhos}) for m in M_VALUES[scale]}
     smallest, largest = curves[min(curves)], curves[max(curves)]
     contrast = contrast_of(smallest, largest)
     family = Family([contrast])
@@ -103,7 +108,6 @@ def m_and_rho(scale: Scale, runner: Runner) -> Findings:
     return findings(
         "m-and-rho",
         scale,
-        recorder,
         tables=[
             Table(
                 title="Test error at the rho that the validation set chooses for each m",
@@ -140,3 +144,6 @@ def m_and_rho_experiment(scale: Scale, *, rho: float, m: int | None) -> Experime
         data=replace(experiment.data, validation=VALIDATION),
         optim=replace(experiment.optim, m=None if whole else m),
     )
+
+
+M_AND_RHO = item("m-and-rho", m_and_rho_jobs, m_and_rho)

@@ -10,17 +10,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from flatmin.lab.foret2021.claims.figures import CLAIMS
-from flatmin.lab.foret2021.cost import num_weights
 from flatmin.lab.foret2021.figures.m_and_rho import HELD_OUT, Curve, baseline_row, contrast_of
-from flatmin.lab.foret2021.item_findings import findings, hyperparameters
+from flatmin.lab.foret2021.item_findings import findings, hyperparameters, item
 from flatmin.lab.foret2021.scales import LAPTOP_RHOS, jobs_for, replica_seeds, start
 from flatmin.lab.foret2021.settings import NORMS, RHO_GRID, VALIDATION, rho_of_sup_norm
 from flatmin.lab.studies.contrasts import Family
+from flatmin.lab.studies.cost import num_weights
 from flatmin.lab.studies.findings import Findings, Hyperparameter, LineFigure, Table
-from flatmin.lab.studies.item import Scale
-from flatmin.lab.studies.replicas import RecordingRunner, runs_of
+from flatmin.lab.studies.replicas import replicas_of, runs_of
+from flatmin.lab.studies.study import Known, Scale
 from flatmin.lab.sweeps.jobs import Job
-from flatmin.lab.sweeps.runners import Runner
 
 NORM_GRIDS: Mapping[Scale, Mapping[str, tuple[float, ...]]] = {
     "paper": {"p = 2": RHO_GRID, "p = inf": RHO_GRID, "random": (*RHO_GRID, 1.0, 2.0, 5.0)},
@@ -30,10 +29,9 @@ NORM_GRIDS: Mapping[Scale, Mapping[str, tuple[float, ...]]] = {
 """Euclidean lengths of the perturbation. A random direction rises far less than the gradient: it may go further."""
 
 
-def p_norm(scale: Scale, runner: Runner) -> Findings:
+def p_norm(scale: Scale, known: Known) -> Findings:
     """Perturb along the gradient in the 2-norm and the sup norm, and at random, over rho (Appendix C.5)."""
-    recorder = RecordingRunner(runner)
-    replicas = recorder.replicas(p_norm_jobs(scale), "p-norm: replicas")
+    replicas = replicas_of(p_norm_jobs(scale, known), known)
     baseline = replicas.pop("SGD")
     curves = {
         kind: Curve(name=kind, replicas={rho: replicas[_norm_name(kind, rho)] for rho in rhos})
@@ -50,11 +48,10 @@ def p_norm(scale: Scale, runner: Runner) -> Findings:
         Hyperparameter(name=f"rho grid, {kind}", value=rhos, source="ours", note="Euclidean length; not given")
         for kind, rhos in NORM_GRIDS[scale].items()
     ]
-    given = hyperparameters("p-norm", scale, [baseline.outcomes[0].job.experiment])
+    given = hyperparameters("p-norm", scale, [experiment for r in baseline.records[:1] if (experiment := r.experiment)])
     return findings(
         "p-norm",
         scale,
-        recorder,
         tables=[
             Table(
                 title="Test error at the rho that the validation set chooses for each perturbation",
@@ -82,7 +79,7 @@ def p_norm(scale: Scale, runner: Runner) -> Findings:
     )
 
 
-def p_norm_jobs(scale: Scale) -> dict[str, list[Job]]:
+def p_norm_jobs(scale: Scale, known: Known) -> dict[str, list[Job]]:
     """Return the replicas of each perturbation and length, and of SGD."""
     seeds = replica_seeds(scale)
     base = start(scale, NORMS, rho=0.0)
@@ -102,3 +99,6 @@ def p_norm_jobs(scale: Scale) -> dict[str, list[Job]]:
 
 def _norm_name(kind: str, rho: float) -> str:
     return f"{kind}, rho={rho:g}"
+
+
+P_NORM = item("p-norm", p_norm_jobs, p_norm)

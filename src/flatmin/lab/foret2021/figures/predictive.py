@@ -14,7 +14,7 @@ import numpy as np
 from scipy.stats import rankdata
 
 from flatmin.lab.foret2021.claims.figures import CLAIMS
-from flatmin.lab.foret2021.item_findings import about_scale, findings
+from flatmin.lab.foret2021.item_findings import about_scale, findings, item
 from flatmin.lab.foret2021.scales import start
 from flatmin.lab.foret2021.settings import DEFAULT_RHO, M_SHARPNESS
 from flatmin.lab.foret2021.sources import HYPERPARAMETERS
@@ -30,11 +30,10 @@ from flatmin.lab.studies.findings import (
     VerdictStatus,
     own_settings,
 )
-from flatmin.lab.studies.item import Scale
-from flatmin.lab.studies.replicas import RecordingRunner
 from flatmin.lab.studies.statistics import SIGNIFICANT, Interval
-from flatmin.lab.sweeps.jobs import Job, Measurement
-from flatmin.lab.sweeps.runners import Runner
+from flatmin.lab.studies.study import Known, Scale
+from flatmin.lab.sweeps.jobs import Job
+from flatmin.lab.sweeps.measurements import Sharpness
 from flatmin.measures import predictive_power
 from flatmin.measures.predictive import Score
 
@@ -93,17 +92,16 @@ class Member:
     """By m; None is the whole training set."""
 
 
-def predictive(scale: Scale, runner: Runner) -> Findings:
+def predictive(scale: Scale, known: Known) -> Findings:
     """Score m-sharpness as a predictor of the generalization gap over a zoo of models, for several m.
 
     Models that do not reach the loss at which all are stopped, or have no finite sharpness, are left out and counted.
     """
-    recorder, claim = RecordingRunner(runner), CLAIMS["predictive"].statements[0].claim
+    claim = CLAIMS["predictive"].statements[0].claim
     if scale not in ZOOS:
         return findings(
             "predictive",
             scale,
-            recorder,
             verdicts=[Verdict(claim=claim, status="not tested", evidence=PGDL)],
             hyperparameters=HYPERPARAMETERS["predictive"],
             notes=[PGDL],
@@ -111,28 +109,28 @@ def predictive(scale: Scale, runner: Runner) -> Findings:
     zoo, jobs, measurements = ZOOS[scale], zoo_jobs(scale), sharpness_measurements(ZOOS[scale])
     members: list[Member] = []
     num_short, num_not_finite = 0, 0
-    for h, outcome in zip(zoo.grid, recorder.outcomes(jobs, "predictive: a zoo of models"), strict=True):
-        if outcome.result is None or not all(m in outcome.measured for m in measurements.values()):
+    num_missing = sum(not job.is_complete(known[job.name]) for job in jobs)
+    for h, record in zip(zoo.grid, (known[job.name] for job in jobs), strict=True):
+        if record.state != "finished" or not all(m.name in record.measured for m in measurements.values()):
             continue
-        sharpness = {m: float(outcome.measured[how]["m_sharpness"]) for m, how in measurements.items()}
-        metrics = outcome.result.metrics
+        sharpness = {m: float(record.measured[how.name]["m_sharpness"]) for m, how in measurements.items()}
+        metrics = record.metrics
         if (loss := metrics["train_loss"]) is None or loss > zoo.stop_loss:
             num_short += 1
         elif not all(map(math.isfinite, sharpness.values())):
             num_not_finite += 1
         else:
             gap = 100 * (float(metrics["test_error"] or 0.0) - float(metrics["train_error"] or 0.0))
-            members.append(Member(outcome.job.name, h, gap, sharpness))
+            members.append(Member(record.name, h, gap, sharpness))
     scores = {m: score for m in measurements if (score := _score(members, m)) is not None}
     size, dataset = jobs[0].experiment.data.train_size or 0, jobs[0].experiment.data.name
     about = ABOUT_ZOO.format(num=len(jobs), size=size, dataset=dataset, loss=zoo.stop_loss)
     return findings(
         "predictive",
         scale,
-        recorder,
         tables=[_table(scores, members)] if scores else [],
         figures=_figures(scores, members, size) if scores else [],
-        verdicts=[_verdict(claim, scores, members, recorder.num_missing)],
+        verdicts=[_verdict(claim, scores, members, num_missing)],
         hyperparameters=own_settings(
             [job.experiment for job in jobs],
             ("loss to stop at", zoo.stop_loss),
@@ -168,9 +166,9 @@ def zoo_jobs(scale: Scale) -> list[Job]:
     return jobs
 
 
-def sharpness_measurements(zoo: Zoo) -> dict[int | None, Measurement]:
+def sharpness_measurements(zoo: Zoo) -> dict[int | None, Sharpness]:
     """Return how m-sharpness is measured, by m; None is the whole training set."""
-    return {m: Measurement(kind="sharpness", settings=(("rho", DEFAULT_RHO), ("m", m))) for m in (*zoo.m_values, None)}
+    return {m: Sharpness(rho=DEFAULT_RHO, m=m) for m in (*zoo.m_values, None)}
 
 
 def _score(members: Sequence[Member], m: int | None) -> Score | None:
@@ -298,3 +296,6 @@ def _figures(scores: Mapping[int | None, Score], members: Sequence[Member], size
 
 def _m_text(m: int | None) -> str:
     return "n" if m is None else str(m)
+
+
+PREDICTIVE = item("predictive", lambda scale, _: {"zoo": zoo_jobs(scale)} if scale in ZOOS else {}, predictive)

@@ -10,16 +10,16 @@ from dataclasses import replace
 from operator import methodcaller
 
 from flatmin.lab.foret2021.claims.figures import CLAIMS
-from flatmin.lab.foret2021.item_findings import findings, hyperparameters
+from flatmin.lab.foret2021.item_findings import findings, hyperparameters, item
 from flatmin.lab.foret2021.scales import LAPTOP_EPOCHS, jobs_for, replica_seeds, sam_rho, start
 from flatmin.lab.foret2021.settings import SECOND_ORDER
 from flatmin.lab.spec.experiment import Experiment
 from flatmin.lab.studies.contrasts import BySeed, Contrast, Family, mean
 from flatmin.lab.studies.findings import Findings, LineFigure, Table, Verdict
-from flatmin.lab.studies.item import Scale
-from flatmin.lab.studies.replicas import RecordingRunner, Replicas, measured, runs_of, series_over
-from flatmin.lab.sweeps.jobs import Measurement
-from flatmin.lab.sweeps.runners import Runner
+from flatmin.lab.studies.replicas import Replicas, measured, replicas_of, runs_of, series_over
+from flatmin.lab.studies.study import Known, Scale
+from flatmin.lab.sweeps.jobs import Job
+from flatmin.lab.sweeps.measurements import Cosine
 
 ORDERS = ("first order", "second order")
 CLOSE_TO_ONE = 0.9
@@ -32,18 +32,22 @@ Cosines = Mapping[str, Mapping[int, BySeed]]
 """By the way to train, the epoch and the seed."""
 
 
-def second_order(scale: Scale, runner: Runner) -> Findings:
-    """Train with and without the second-order terms, and compare the updates along both trajectories (Appendix C.4)."""
-    recorder, claims, every = RecordingRunner(runner), CLAIMS["second-order"], LOOK_EVERY[scale]
-    first = start(scale, SECOND_ORDER, rho=sam_rho(scale, SECOND_ORDER))  # one eps for the whole batch
-    first = replace(first, evaluate_every=every, keep_every=every)
-    experiments = dict(zip(ORDERS, (first, replace(first, optim=replace(first.optim, second_order=True))), strict=True))
-    looks = {epoch: _cosine(first, epoch) for epoch in range(every, first.epochs + 1, every)}
-    jobs = {
-        order: jobs_for(experiment, f"second-order/{order}", replica_seeds(scale), tuple(looks.values()))
-        for order, experiment in experiments.items()
+def second_order_jobs(scale: Scale, known: Known) -> dict[str, list[Job]]:
+    """Return the replicas with and without the second-order terms."""
+    first = first_order_experiment(scale)
+    both = (first, replace(first, optim=replace(first.optim, second_order=True)))
+    looks, curves = tuple(cosines_of(first).values()), ("perturbed_error", "test_error")
+    return {
+        order: jobs_for(experiment, f"second-order/{order}", replica_seeds(scale), looks, curves)
+        for order, experiment in zip(ORDERS, both, strict=True)
     }
-    replicas = recorder.replicas(jobs, "second-order: replicas with and without the second-order terms")
+
+
+def second_order(scale: Scale, known: Known) -> Findings:
+    """Train with and without the second-order terms, and compare the updates along both trajectories (Appendix C.4)."""
+    claims, first = CLAIMS["second-order"], first_order_experiment(scale)
+    looks = cosines_of(first)
+    replicas = replicas_of(second_order_jobs(scale, known), known)
     cosines = {
         order: {epoch: group.by_seed(measured(m, "cosine")) for epoch, m in looks.items()}
         for order, group in replicas.items()
@@ -66,7 +70,6 @@ def second_order(scale: Scale, runner: Runner) -> Findings:
     return findings(
         "second-order",
         scale,
-        recorder,
         tables=[Table(title=claims.title, columns=[*columns, "first - second"], rows=rows)],
         figures=_figures(replicas, cosines),
         verdicts=[
@@ -81,12 +84,20 @@ def second_order(scale: Scale, runner: Runner) -> Findings:
     )
 
 
-def _cosine(experiment: Experiment, epoch: int) -> Measurement:
-    optim = experiment.optim
-    settings: tuple[tuple[str, float], ...] = (("rho", optim.rho), ("num_examples", experiment.data.batch_size))
-    if optim.decay == "loss":  # then both updates have the L2 term, and so has their cosine
-        settings += (("weight_decay", optim.weight_decay),)
-    return Measurement(kind="cosine", settings=settings, epoch=epoch)
+def first_order_experiment(scale: Scale) -> Experiment:
+    """Return SAM without the second-order terms, one eps for the whole batch, looked at along training."""
+    first, every = start(scale, SECOND_ORDER, rho=sam_rho(scale, SECOND_ORDER)), LOOK_EVERY[scale]
+    return replace(first, evaluate_every=every, keep_every=every)
+
+
+def cosines_of(experiment: Experiment) -> dict[int, Cosine]:
+    """Return how the cosine is measured, by epoch."""
+    optim, every = experiment.optim, experiment.evaluate_every
+    decay = optim.weight_decay if optim.decay == "loss" else 0.0  # in the loss: both updates have the L2 term
+    return {
+        epoch: Cosine(rho=optim.rho, num_examples=experiment.data.batch_size, weight_decay=decay, epoch=epoch)
+        for epoch in range(every, experiment.epochs + 1, every)
+    }
 
 
 def _half_means(cosines: Mapping[int, BySeed]) -> dict[int, float]:
@@ -135,3 +146,6 @@ def _figures(replicas: Mapping[str, Replicas], cosines: Cosines) -> list[LineFig
         ("Cosine between first- and second-order updates", "cosine", looks),
     )
     return [LineFigure(title=t, x_label="epoch", y_label=y, series=series, runs=runs) for t, y, series in figures]
+
+
+SECOND_ORDER_TERMS = item("second-order", second_order_jobs, second_order)

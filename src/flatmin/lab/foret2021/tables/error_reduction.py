@@ -10,17 +10,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from flatmin.lab.foret2021.claims.figures import FIGURES, error_reductions
-from flatmin.lab.foret2021.item_findings import findings
+from flatmin.lab.foret2021.item_findings import findings, item
 from flatmin.lab.foret2021.scales import replica_seeds
-from flatmin.lab.foret2021.tables.fine_tuning import fine_tuning_conditions
+from flatmin.lab.foret2021.tables.fine_tuning import fine_tuning_conditions, pretraining
 from flatmin.lab.foret2021.tables.from_scratch import svhn_fashion_conditions, table1_conditions
 from flatmin.lab.foret2021.tables.imagenet import imagenet_conditions
-from flatmin.lab.studies.conditions import MethodResult, better, run_conditions
+from flatmin.lab.studies.conditions import Condition, MethodResult, better, condition_jobs, condition_results
 from flatmin.lab.studies.contrasts import BySeed, Contrast, Family, mean
 from flatmin.lab.studies.findings import Findings, LineFigure, Series, Verdict
-from flatmin.lab.studies.item import Scale
-from flatmin.lab.studies.replicas import RecordingRunner, runs_of
-from flatmin.lab.sweeps.runners import Runner
+from flatmin.lab.studies.replicas import runs_of
+from flatmin.lab.studies.study import Groups, Known, Scale
 
 CLAIMS = FIGURES["error-reduction"]
 METRIC = "test_error"
@@ -31,13 +30,22 @@ ASSUMES = (
 )
 
 
-def error_reduction(scale: Scale, runner: Runner) -> Findings:
+def conditions(scale: Scale) -> list[Condition]:
+    """Return the conditions of Tables 1, 2, 3 and 5."""
+    found = [*table1_conditions(scale), *imagenet_conditions(scale), *svhn_fashion_conditions(scale)]
+    found += fine_tuning_conditions(scale)
+    return list({condition.name: condition for condition in found}.values())  # Tables 1 and 5 may share some
+
+
+def error_reduction_jobs(scale: Scale, known: Known) -> Groups:
+    """Return their runs."""
+    jobs = condition_jobs(conditions(scale), known, "error-reduction", replica_seeds(scale))
+    return {**pretraining(scale), **jobs}
+
+
+def error_reduction(scale: Scale, known: Known) -> Findings:
     """Figure 1, left: 100 (1 - SAM's mean error / the baseline's), over the conditions of Tables 1, 2, 3 and 5."""
-    recorder = RecordingRunner(runner)
-    conditions = [*table1_conditions(scale), *imagenet_conditions(scale), *svhn_fashion_conditions(scale)]
-    conditions += fine_tuning_conditions(scale, recorder)
-    conditions = list({condition.name: condition for condition in conditions}.values())  # Tables 1 and 5 may share some
-    entries = run_conditions(conditions, recorder, "error-reduction", replica_seeds(scale))
+    entries = condition_results(conditions(scale), known, "error-reduction", replica_seeds(scale))
     pairs = compared_methods(entries)
     measured: dict[str, list[tuple[float, str]]] = {}
     for entry, baseline in pairs:
@@ -48,7 +56,6 @@ def error_reduction(scale: Scale, runner: Runner) -> Findings:
     return findings(
         "error-reduction",
         scale,
-        recorder,
         figures=[
             LineFigure(
                 title="Error reduction with SAM, by condition",
@@ -104,7 +111,7 @@ def _verdict(
                 higher_name="mean over conditions",
                 lower=dict.fromkeys(higher, 0.0),
                 higher=higher if all(baseline is not None for _, baseline in own) else {},
-                num_asked=max(len(entry.replicas.outcomes) for entry, _ in own),
+                num_asked=max(len(entry.replicas.records) for entry, _ in own),
             )
         )
     verdict = Family(contrasts).judge(CLAIMS.statements[0].claim, contrasts)
@@ -130,3 +137,6 @@ def mean_reductions(errors: Sequence[tuple[BySeed, BySeed]]) -> dict[int, float]
     """
     seeds = set.intersection(*(set(values) for pair in errors for values in pair)) if errors else set()
     return {s: 100 * mean(1 - sam[s] / base[s] for sam, base in errors if base[s] > 0) for s in sorted(seeds)}
+
+
+ERROR_REDUCTION = item("error-reduction", error_reduction_jobs, error_reduction)

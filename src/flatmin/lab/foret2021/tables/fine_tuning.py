@@ -13,34 +13,29 @@ from pathlib import Path
 from flatmin.lab.foret2021 import settings
 from flatmin.lab.foret2021.claims.appendix import FINETUNING_RHO_005
 from flatmin.lab.foret2021.claims.tables import FINETUNING, FINETUNING_DATASETS, PREVIOUS_BEST, PREVIOUS_METHODS
-from flatmin.lab.foret2021.item_findings import table_findings
+from flatmin.lab.foret2021.item_findings import table_item
 from flatmin.lab.foret2021.scales import smoke
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
 from flatmin.lab.studies.conditions import VALIDATION, Condition, Method, double_epochs, no_tuning, with_rho
-from flatmin.lab.studies.findings import Cell, Findings, Row, Table
-from flatmin.lab.studies.item import Scale
+from flatmin.lab.studies.findings import Cell, Row, Table
 from flatmin.lab.studies.printed import Claims
+from flatmin.lab.studies.study import Scale
 from flatmin.lab.sweeps.jobs import Job
-from flatmin.lab.sweeps.runners import Runner
 
 CHECKPOINTS = Path("checkpoints")
 """Where pretrained weights are, relative to the working directory: MODEL.safetensors (or .pth, .pt)."""
 LAPTOP_MODEL = "timm/tf_efficientnet_lite0"
 LAPTOP_CHECKPOINT = "checkpoints/efficientnet-lite0.pth"
 LAPTOP_RHOS: tuple[float, ...] = (0.01, 0.02, 0.05)
+SMOKE_PRETRAINING = Job(
+    experiment=replace(smoke("wrn-10-1"), name="fine-tuning/pretraining", data=replace(smoke("wrn-10-1").data, seed=1))
+)
 
 
-def fine_tuning(scale: Scale, runner: Runner) -> Findings:
-    """Table 3: nine datasets, EfficientNet-b7 and -L2, with rho chosen for each."""
-    conditions = fine_tuning_conditions(scale, runner)
-    tuned = table_findings("fine-tuning", scale, runner, conditions, label_columns=("dataset",))
-    return replace(tuned, tables=[*tuned.tables, _previous_best()]) if scale == "paper" else tuned
-
-
-def fine_tuning_conditions(scale: Scale, runner: Runner) -> list[Condition]:
-    """Return the conditions of Table 3; the smallest scale has to train the model first that is then fine-tuned."""
+def fine_tuning_conditions(scale: Scale) -> list[Condition]:
+    """Return the conditions of Table 3."""
     if scale != "paper":
-        return [_small_condition(scale, runner, FINETUNING, rho=None)]
+        return [_small_condition(scale, FINETUNING, rho=None)]
     return [
         _paper_condition(model, dataset, FINETUNING, rho=None)
         for dataset in FINETUNING_DATASETS
@@ -48,17 +43,20 @@ def fine_tuning_conditions(scale: Scale, runner: Runner) -> list[Condition]:
     ]
 
 
-def fine_tuning_default_rho(scale: Scale, runner: Runner) -> Findings:
-    """Table 10: EfficientNet-b7 with rho = 0.05 throughout, nothing chosen."""
-    if scale == "paper":
-        conditions = [
-            _paper_condition("efficientnet-b7", dataset, FINETUNING_RHO_005, settings.DEFAULT_RHO)
-            for dataset in FINETUNING_DATASETS
-            if dataset != "imagenet"  # not in the paper's table: its rho is 0.05 anyway
-        ]
-    else:
-        conditions = [_small_condition(scale, runner, FINETUNING_RHO_005, settings.DEFAULT_RHO)]
-    return table_findings("fine-tuning-rho-0.05", scale, runner, conditions, label_columns=("dataset",))
+def default_rho_conditions(scale: Scale) -> list[Condition]:
+    """Return the conditions of Table 10: EfficientNet-b7 with rho = 0.05 throughout, nothing chosen."""
+    if scale != "paper":
+        return [_small_condition(scale, FINETUNING_RHO_005, settings.DEFAULT_RHO)]
+    return [
+        _paper_condition("efficientnet-b7", dataset, FINETUNING_RHO_005, settings.DEFAULT_RHO)
+        for dataset in FINETUNING_DATASETS
+        if dataset != "imagenet"  # not in the paper's table: its rho is 0.05 anyway
+    ]
+
+
+def pretraining(scale: Scale) -> dict[str, list[Job]]:
+    """Return the run whose model the smallest scale fine-tunes; at the others the weights are a file."""
+    return {"pretraining": [SMOKE_PRETRAINING]} if scale == "smoke" else {}
 
 
 def _methods(rhos: Sequence[float], m: int | None) -> tuple[Method, ...]:
@@ -107,7 +105,7 @@ def _paper_condition(model: str, dataset: str, source: Claims, rho: float | None
     )
 
 
-def _small_condition(scale: Scale, runner: Runner, source: Claims, rho: float | None) -> Condition:
+def _small_condition(scale: Scale, source: Claims, rho: float | None) -> Condition:
     if scale == "laptop":
         start = Experiment(
             data=Data(name="flowers102", augment="imagenet", batch_size=32, image_size=64),
@@ -118,12 +116,9 @@ def _small_condition(scale: Scale, runner: Runner, source: Claims, rho: float | 
         )
         rhos = LAPTOP_RHOS
     else:
-        first = smoke("wrn-10-1")
-        first = replace(first, name="fine-tuning/pretraining", data=replace(first.data, seed=1))
-        (pretrained,) = runner.outcomes([Job(experiment=first)], "fine-tuning: pretraining")
-        checkpoint = f"run:{pretrained.job.name}"
-        model = replace(first.model, checkpoint=checkpoint, head="new", freeze_batch_norm=True)
-        start = replace(smoke("wrn-10-1"), model=model)
+        start = smoke("wrn-10-1")
+        checkpoint = f"run:{SMOKE_PRETRAINING.name}"
+        start = replace(start, model=replace(start.model, checkpoint=checkpoint, head="new", freeze_batch_norm=True))
         rhos = (0.02, 0.05)
     return Condition(
         labels=(start.data.name,),
@@ -146,3 +141,18 @@ def _previous_best() -> Table:
         columns=("dataset", "from ImageNet alone (next to b7)", "from any data (next to L2)"),
         rows=rows,
     )
+
+
+FINE_TUNING = table_item(
+    "fine-tuning",
+    fine_tuning_conditions,
+    shape=lambda scale: {"label_columns": ("dataset",), "more": [_previous_best()] if scale == "paper" else []},
+    first=pretraining,
+)
+"""Table 3: nine datasets, EfficientNet-b7 and -L2, with rho chosen for each."""
+FINE_TUNING_DEFAULT_RHO = table_item(
+    "fine-tuning-rho-0.05",
+    default_rho_conditions,
+    shape=lambda _: {"label_columns": ("dataset",)},
+    first=pretraining,
+)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from flatmin.lab.foret2021 import settings
 from flatmin.lab.foret2021.claims.appendix import CIFAR_RHO_005, SVHN_FASHION
 from flatmin.lab.foret2021.claims.tables import AUGMENTATIONS, CIFAR, CIFAR_ROWS
-from flatmin.lab.foret2021.item_findings import table_findings
+from flatmin.lab.foret2021.item_findings import table_item
 from flatmin.lab.foret2021.scales import (
     LAPTOP,
     LAPTOP_DECAYS,
@@ -38,12 +38,10 @@ from flatmin.lab.studies.conditions import (
     with_rates,
     with_rho,
 )
-from flatmin.lab.studies.findings import Findings
-from flatmin.lab.studies.item import Scale
 from flatmin.lab.studies.printed import Claims
-from flatmin.lab.sweeps.runners import Runner
+from flatmin.lab.studies.study import Scale
 
-LABELS = ("model", "augmentation")
+LABELS = {"label_columns": ("model", "augmentation")}
 FAMILY_ROWS = {
     "wrn": "WRN-28-10 (200 epochs)",
     "shake-shake": "Shake-Shake (26 2x96d)",
@@ -52,11 +50,6 @@ FAMILY_ROWS = {
 }
 """The rows of Table 1, by the family of the model."""
 SMOKE_FAMILIES = ("wrn-10-1", "shake-shake-26-2x2d", "pyramidnet-11-6", "pyramidnet-11-6-shakedrop")
-
-
-def table1(scale: Scale, runner: Runner) -> Findings:
-    """Table 1: CIFAR-10 and CIFAR-100, five models, three augmentations."""
-    return table_findings("table1", scale, runner, table1_conditions(scale), label_columns=LABELS)
 
 
 def table1_conditions(scale: Scale) -> list[Condition]:
@@ -73,11 +66,6 @@ def table1_conditions(scale: Scale) -> list[Condition]:
     return [_smoke_condition(model, augment) for model, augment in zip(SMOKE_FAMILIES, augments, strict=True)]
 
 
-def svhn_fashion(scale: Scale, runner: Runner) -> Findings:
-    """Table 5: SVHN and Fashion-MNIST, two models, two augmentations."""
-    return table_findings("svhn-fashion", scale, runner, svhn_fashion_conditions(scale), label_columns=LABELS)
-
-
 def svhn_fashion_conditions(scale: Scale) -> list[Condition]:
     """Return the conditions of Table 5."""
     if scale == "paper":
@@ -91,18 +79,16 @@ def svhn_fashion_conditions(scale: Scale) -> list[Condition]:
     return [_smoke_condition(SMOKE_FAMILIES[0], "basic"), _smoke_condition(SMOKE_FAMILIES[1], "cutout")]
 
 
-def cifar_default_rho(scale: Scale, runner: Runner) -> Findings:
-    """Table 9: the conditions of Table 1 with rho = 0.05 throughout, nothing chosen."""
+def default_rho_conditions(scale: Scale) -> list[Condition]:
+    """Return the conditions of Table 9: Table 1's with rho = 0.05 throughout, nothing chosen."""
     rhos = (settings.DEFAULT_RHO,)
     if scale == "paper":
-        conditions = _cifar_paper(CIFAR_RHO_005, settings.DEFAULT_RHO)
-    elif scale == "laptop":
+        return _cifar_paper(CIFAR_RHO_005, settings.DEFAULT_RHO)
+    if scale == "laptop":
         cifar = _laptop_condition("basic", "cifar10", rhos=rhos)
         names = {"sgd": cifar.methods[0].name, "sam": cifar.methods[-1].name}
-        conditions = [replace(cifar, claimed=CIFAR_RHO_005.errors(FAMILY_ROWS["wrn"], "basic", "cifar10", **names))]
-    else:
-        conditions = [_smoke_condition(SMOKE_FAMILIES[0], "basic", rhos=rhos)]
-    return table_findings("rho-0.05", scale, runner, conditions, label_columns=LABELS)
+        return [replace(cifar, claimed=CIFAR_RHO_005.errors(FAMILY_ROWS["wrn"], "basic", "cifar10", **names))]
+    return [_smoke_condition(SMOKE_FAMILIES[0], "basic", rhos=rhos)]
 
 
 def _cifar_paper(source: Claims, rho: float | None) -> list[Condition]:
@@ -199,3 +185,10 @@ def _smoke_condition(model: str, augment: Augment, rhos: Sequence[float] = (0.05
         methods=(*baselines(with_rates((0.1,), (5e-4, 1e-3))), *sam_and_small_m(rhos, 10)),
         claimed={},
     )
+
+
+TABLE1 = table_item("table1", table1_conditions, shape=lambda _: LABELS)
+"""Table 1: CIFAR-10 and CIFAR-100, five models, three augmentations."""
+SVHN_AND_FASHION = table_item("svhn-fashion", svhn_fashion_conditions, shape=lambda _: LABELS)
+"""Table 5: SVHN and Fashion-MNIST, two models, two augmentations."""
+DEFAULT_RHO = table_item("rho-0.05", default_rho_conditions, shape=lambda _: LABELS)

@@ -12,31 +12,16 @@ from itertools import pairwise
 
 from flatmin.lab.foret2021 import settings
 from flatmin.lab.foret2021.claims.tables import IMAGENET as CLAIMS
-from flatmin.lab.foret2021.item_findings import table_findings
+from flatmin.lab.foret2021.item_findings import table_item
 from flatmin.lab.foret2021.scales import LAPTOP, smoke
 from flatmin.lab.foret2021.tables.from_scratch import sgd_and_sam
 from flatmin.lab.spec.experiment import Data, Experiment, Model
 from flatmin.lab.studies.conditions import Condition, MethodResult
 from flatmin.lab.studies.contrasts import Contrast
-from flatmin.lab.studies.findings import Findings
-from flatmin.lab.studies.item import Scale
-from flatmin.lab.sweeps.runners import Runner
+from flatmin.lab.studies.study import Scale
 
 LAPTOP_IMAGE_SIZE = 16
 """Half of CIFAR-10's: a quarter of the cost."""
-
-
-def imagenet(scale: Scale, runner: Runner) -> Findings:
-    """Table 2: ResNets on ImageNet for 100, 200 and 400 epochs, top-1 and top-5 error; nothing doubles."""
-    return table_findings(
-        "imagenet",
-        scale,
-        runner,
-        imagenet_conditions(scale),
-        further=_over_epochs,
-        label_columns=("model",),
-        metrics=("test_error", "test_top5_error") if scale == "paper" else ("test_error",),
-    )
 
 
 def _over_epochs(entries: Sequence[MethodResult]) -> list[tuple[str, list[Contrast]]]:
@@ -101,3 +86,15 @@ def _paper_condition(model: str, epochs: int) -> Condition:
         methods=sgd_and_sam(training.rho, training.m, doubles=False),
         claimed=CLAIMS.errors(model, epochs, 1) | top5,
     )
+
+
+IMAGENET = table_item(
+    "imagenet",
+    imagenet_conditions,
+    _over_epochs,
+    lambda scale: {
+        "label_columns": ("model",),
+        "metrics": ("test_error", "test_top5_error") if scale == "paper" else ("test_error",),
+    },
+)
+"""Table 2: ResNets on ImageNet for 100, 200 and 400 epochs, top-1 and top-5 error; nothing doubles."""

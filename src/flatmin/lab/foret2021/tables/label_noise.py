@@ -13,7 +13,7 @@ from dataclasses import replace
 from flatmin.lab.foret2021 import settings
 from flatmin.lab.foret2021.claims.appendix import NOISE_VALIDATION
 from flatmin.lab.foret2021.claims.tables import LABEL_NOISE, NOISE_LITERATURE, NOISE_METHODS, NOISE_PERCENT
-from flatmin.lab.foret2021.item_findings import findings, hyperparameters, table_findings
+from flatmin.lab.foret2021.item_findings import findings, hyperparameters, item, table_item
 from flatmin.lab.foret2021.scales import (
     LAPTOP,
     LAPTOP_DECAYS,
@@ -38,10 +38,9 @@ from flatmin.lab.studies.conditions import (
     with_rho,
 )
 from flatmin.lab.studies.findings import Cell, Findings, Table, Verdict
-from flatmin.lab.studies.item import Scale
-from flatmin.lab.studies.replicas import RecordingRunner, Replicas
+from flatmin.lab.studies.replicas import Replicas, replicas_of
+from flatmin.lab.studies.study import Known, Scale
 from flatmin.lab.sweeps.jobs import Job
-from flatmin.lab.sweeps.runners import Runner
 
 LAPTOP_ALPHAS = (1.0, 8.0)
 SMOKE_PERCENT = (20, 80)
@@ -49,42 +48,42 @@ LAPTOP_PERCENT, LAPTOP_FULL = (20, 40), 40
 """The noise levels of Table 4 on a laptop, and the one with all methods and images of full size."""
 PERCENTS: Mapping[Scale, tuple[int, ...]] = {"paper": NOISE_PERCENT, "laptop": LAPTOP_PERCENT, "smoke": SMOKE_PERCENT}
 TABLE8_PERCENTS: Mapping[Scale, tuple[int, ...]] = {**PERCENTS, "laptop": (20, 40, 80)}
-LAPTOP_TABLE8_RHOS = tuple(rho for rho in settings.RHO_GRID if rho >= 0.05)
+TABLE8_RHOS: Mapping[Scale, tuple[float, ...]] = {
+    "paper": settings.RHO_GRID,
+    "laptop": tuple(rho for rho in settings.RHO_GRID if rho >= 0.05),
+    "smoke": (0.1,),
+}
 
 
-def label_noise(scale: Scale, runner: Runner) -> Findings:
-    """Table 4: SGD, Mixup and SAM, and the latter two bootstrapped, at 20 to 80 % noisy labels."""
-    return table_findings(
-        "label-noise",
-        scale,
-        runner,
-        [_condition(scale, percent) for percent in PERCENTS[scale]],
-        label_columns=(),
-        layout="methods in rows",
-        accuracy=True,
-        literature=_literature(scale) if scale != "smoke" else {},
-    )
+def label_noise_conditions(scale: Scale) -> list[Condition]:
+    """Return the conditions of Table 4: SGD, Mixup and SAM, and the latter two bootstrapped, on noisy labels."""
+    return [_condition(scale, percent) for percent in PERCENTS[scale]]
 
 
-def noise_and_rho(scale: Scale, runner: Runner) -> Findings:
-    """Table 8: the validation error of bootstrapped SAM for each rho and noise level."""
-    recorder, percents, m = RecordingRunner(runner), TABLE8_PERCENTS[scale], base_m(scale)
-    rhos = (0.0, *{"paper": settings.RHO_GRID, "laptop": LAPTOP_TABLE8_RHOS, "smoke": (0.1,)}[scale])
+def noise_and_rho_jobs(scale: Scale, known: Known) -> dict[tuple[float, int], list[Job]]:
+    """Return the runs of Table 8, by rho and noise."""
     jobs = {}
-    for percent in percents:
+    for percent in TABLE8_PERCENTS[scale]:
         base = _start(scale, percent)
         base = small_images(base) if scale == "laptop" else base
         held_out = replace(base.data, validation=settings.VALIDATION, bootstrap=True)
-        for rho in rhos:
-            experiment = replace(base, data=held_out, optim=replace(base.optim, rho=rho, m=m))
+        for rho in (0.0, *TABLE8_RHOS[scale]):
+            experiment = replace(base, data=held_out, optim=replace(base.optim, rho=rho, m=base_m(scale)))
             name = f"noise-and-rho/{percent} %/rho {rho:g}"
             jobs[rho, percent] = [Job(experiment=replace(experiment, name=name), seed=TUNING_SEED)]
-    runs = recorder.replicas(jobs, "noise-and-rho")
+    return jobs
+
+
+def noise_and_rho(scale: Scale, known: Known) -> Findings:
+    """Table 8: the validation error of bootstrapped SAM for each rho and noise level."""
+    percents, m, rhos = TABLE8_PERCENTS[scale], base_m(scale), (0.0, *TABLE8_RHOS[scale])
+    jobs = noise_and_rho_jobs(scale, known)
+    runs = replicas_of(jobs, known)
+    num_missing = sum(not record.is_complete for run in runs.values() for record in run.records)
     best = ", ".join(f"{p} %: {_best_rho({rho: runs[rho, p] for rho in rhos})}" for p in percents)
     return findings(
         "noise-and-rho",
         scale,
-        recorder,
         tables=[
             Table(
                 title="Validation error of bootstrapped SAM",
@@ -96,7 +95,7 @@ def noise_and_rho(scale: Scale, runner: Runner) -> Findings:
         verdicts=[
             Verdict(
                 claim=statement.claim,
-                status="not tested" if recorder.num_missing else "inconclusive",
+                status="not tested" if num_missing else "inconclusive",
                 evidence=f"One run each cannot tell a rho from its neighbor. Best here: {best}.",
             )
             for statement in NOISE_VALIDATION.statements
@@ -108,11 +107,11 @@ def noise_and_rho(scale: Scale, runner: Runner) -> Findings:
 
 
 def _cell(run: Replicas, rho: float, percent: int, scale: Scale) -> Cell:
-    claimed, (outcome,) = NOISE_VALIDATION.cells.get((rho, percent)), run.outcomes
+    claimed, (record,) = NOISE_VALIDATION.cells.get((rho, percent)), run.records
     return run.cell(
         "valid_error",
         claimed=claimed.printed if claimed is not None and scale != "smoke" else None,
-        note=None if outcome.failure is None else "diverged" if outcome.final else "failed",
+        note=None if record.state != "failed" else "diverged" if record.is_final else "failed",
     )
 
 
@@ -201,3 +200,16 @@ def _literature(scale: Scale) -> dict[str, dict[str, Cell]]:
         }
         for method in NOISE_LITERATURE
     }
+
+
+TABLE4 = table_item(
+    "label-noise",
+    label_noise_conditions,
+    shape=lambda scale: {
+        "label_columns": (),
+        "layout": "methods in rows",
+        "accuracy": True,
+        "literature": _literature(scale) if scale != "smoke" else {},
+    },
+)
+TABLE8 = item("noise-and-rho", noise_and_rho_jobs, noise_and_rho)

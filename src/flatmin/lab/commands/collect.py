@@ -1,0 +1,90 @@
+"""``flatmin collect RUNS RESULTS``: finished runs become evidence in git, one line each."""
+
+import json
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+
+from flatmin.lab.commands.report import STUDY_FILE, items_named, read_study
+from flatmin.lab.errors import RunError, SpecError
+from flatmin.lab.runs.json_files import storing, write_atomic
+from flatmin.lab.runs.record import Records, RunRecord, all_records, write_records
+from flatmin.lab.studies.study import Scale, describe, planned_jobs
+from flatmin.lab.sweeps.sweep import unite
+
+SHOWN_NAMES = 5
+
+
+@dataclass(frozen=True)
+class Collect:
+    """Add finished runs to RESULTS/runs.jsonl, and write report.md and the figures from it; weights stay behind."""
+
+    runs: Annotated[Path, tyro.conf.Positional]
+    """The directory of the runs."""
+    results: Annotated[Path, tyro.conf.Positional]
+    """Where the evidence goes. Runs that it has and that the items still ask for stay."""
+    items: tuple[str, ...] = ()
+    """Names of items (`flatmin list items`), or all of the paper's: their runs are collected; as before if none."""
+    scale: Scale = "laptop"
+    """At which scale they were run."""
+    title: str = "Paper vs. measured"
+    """The page's title."""
+    allow_unknown_code: bool = False
+    """Collect runs even if their code had uncommitted changes, or is not in the history of RESULTS."""
+
+    def run(self, console: Console) -> None:
+        """Collect."""
+        from flatmin.lab.report import write_report
+
+        items, scale, title = (self.items, self.scale, self.title) if self.items else read_study(self.results)
+        if not items:
+            raise SpecError(f"Which items? {self.results / STUDY_FILE} does not exist: pass --items.")
+        known, added = Records(self.results), all_records(self.runs)
+        complete = {name: record for name, record in added.items() if record.is_complete}
+        known |= complete
+        named = items_named(items)
+        jobs = unite(job for item in named for job in planned_jobs(item, scale, known).values())
+        self._check_code([record for name, record in complete.items() if name in jobs])
+        kept = [known[name] for name in jobs if known[name].is_complete]
+        with storing(self.results, "Choose another directory."):
+            self.results.mkdir(parents=True, exist_ok=True)
+        write_records(self.results, kept, {name: job.curves for name, job in jobs.items()})
+        study = {"items": items, "scale": scale, "title": title}
+        write_atomic(self.results / STUDY_FILE, json.dumps(study, indent=1) + "\n")
+        known = Records(self.results)
+        page = write_report(
+            [describe(item, scale, known) for item in named], known=known, out=self.results, title=title, html=False
+        )
+        console.print(f"{len(kept)} of {len(jobs)} runs are in {self.results}. The report: {page}")
+
+    def _check_code(self, records: Sequence[RunRecord]) -> None:
+        """Refuse runs whose code nobody can look up.
+
+        Raises:
+            RunError: there are such runs.
+        """
+        commits = {str(session.get("commit") or "") for record in records for session in record.sessions}
+        unknown = {commit for commit in commits if not _is_known(commit, self.results)}
+        names = [r.name for r in records if any(str(s.get("commit") or "") in unknown for s in r.sessions)]
+        if names and not self.allow_unknown_code:
+            more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+            raise RunError(
+                f"The code of {', '.join(names[:SHOWN_NAMES])}{more} is not known: it had uncommitted changes (a "
+                f"trailing +), or its commit is not in the history of {self.results} ({', '.join(sorted(unknown))}). "
+                "Run them again from a clean commit, or pass --allow-unknown-code."
+            )
+
+
+def _is_known(commit: str, repository: Path) -> bool:
+    """Return whether a commit is in the history of the repository that a directory is in."""
+    directory = next(path for path in (repository.absolute(), *repository.absolute().parents) if path.is_dir())
+    command = ["git", "-C", str(directory), "merge-base", "--is-ancestor", commit, "HEAD"]
+    try:
+        return commit.isalnum() and subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except OSError:
+        return False

@@ -1,0 +1,115 @@
+"""What runs cost: how often an image passes forward and backward through a model, FLOPs and disk."""
+
+from collections.abc import Iterable
+from functools import lru_cache
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from flatmin.lab.models.build import build_model
+from flatmin.lab.runs.checkpoint import NUM_KEPT
+from flatmin.lab.spec.datasets import dataset_info
+from flatmin.lab.spec.experiment import Experiment, Model
+from flatmin.lab.sweeps.jobs import Job
+from flatmin.lab.training.step_cost import passes_per_step
+
+TRAIN_SIZES = {
+    **{"digits": 1_297, "fashion-mnist": 60_000, "svhn": 73_257, "cifar10": 50_000, "cifar100": 50_000},
+    **{"aircraft": 6_667, "flowers102": 2_040, "pets": 3_680, "cars": 8_144, "birdsnap": 47_386, "food101": 75_750},
+    "imagenet": 1_281_167,
+}
+SVHN_EXTRA = 531_131
+
+
+def cost(jobs: Iterable[Job]) -> int:
+    """Return the passes over images that training takes: epochs times images times passes of a step, over all runs.
+
+    A run that occurs twice counts once; one that stops at a loss counts in full; measuring and testing do not count.
+
+    Example:
+        >>> from flatmin.lab.spec.experiment import Data, Optim
+        >>> sam = Experiment(data=Data(train_size=100), optim=Optim(rho=0.1), epochs=3)
+        >>> cost([Job(experiment=sam), Job(experiment=sam, seed=1), Job(experiment=sam, seed=1)])
+        1200
+    """
+    return sum(map(_passes, _experiments(jobs)))
+
+
+def num_models(jobs: Iterable[Job]) -> int:
+    """Return how many models are trained, those included whose predictions are another's labels."""
+    return len(_experiments(jobs))
+
+
+def training_flops(jobs: Iterable[Job]) -> int:
+    """Return the floating-point operations of training; a pass forward and backward costs three forward passes."""
+    return sum(3 * _passes(e) * model_flops(e) for e in _experiments(jobs))
+
+
+def disk_bytes(jobs: Iterable[Job]) -> int:
+    """Return what the checkpoints of all runs take: two each, and the weights that are kept along training."""
+    total = 0
+    for experiment in _experiments(jobs):
+        copies = {"sgd": 2, "adamw": 3}[experiment.optim.name]  # the weights and the optimizer's averages
+        every = experiment.keep_every
+        kept = 0 if every is None else 1 + experiment.epochs // every
+        total += (NUM_KEPT * copies + kept) * 4 * num_weights(experiment)
+    return total
+
+
+def num_weights(experiment: Experiment) -> int:
+    """Return the number of a model's parameters; nothing is computed."""
+    return _size_and_flops(*_shape(experiment))[0]
+
+
+def model_flops(experiment: Experiment) -> int:
+    """Return the floating-point operations of a model's forward pass over one image; nothing is computed."""
+    return _size_and_flops(*_shape(experiment))[1]
+
+
+def _shape(experiment: Experiment) -> tuple[Model, int, int, int]:
+    info = dataset_info(experiment.data.name)
+    size = experiment.data.image_size or info.size
+    return experiment.model.without_checkpoint(), info.num_classes or 1000, info.channels, size
+
+
+@lru_cache(maxsize=256)
+def _size_and_flops(model: Model, num_classes: int, channels: int, size: int) -> tuple[int, int]:
+    with torch.device("meta"):  # shapes alone
+        network = build_model(model, num_classes=num_classes, in_channels=channels).eval()
+        images = torch.empty(1, channels, size, size)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        network(images)
+    return sum(p.numel() for p in network.parameters()), int(counter.get_total_flops())
+
+
+def _experiments(jobs: Iterable[Job]) -> list[Experiment]:
+    """Return the experiment of each run, and of those that have to be run before it."""
+    experiments = {}
+    for job in jobs:
+        experiments[job.name] = job.experiment
+        if job.experiment.data.bootstrap:
+            first = job.experiment.first_stage()
+            experiments[first.run_name(job.seed)] = first
+    return list(experiments.values())
+
+
+def _passes(experiment: Experiment) -> int:
+    return round(experiment.epochs * num_images(experiment) * passes_per_step(experiment))
+
+
+def num_images(experiment: Experiment) -> int:
+    """Return how many images an experiment is trained on.
+
+    Raises:
+        ValueError: the dataset's size is not known.
+    """
+    data = experiment.data
+    if data.train_size is not None:
+        return data.train_size
+    name = data.name.removeprefix("folder:")
+    if name not in TRAIN_SIZES:
+        raise ValueError(
+            f"The size of {data.name} is not known. Give data.train_size. Known: {', '.join(TRAIN_SIZES)}."
+        )
+    size = TRAIN_SIZES[name] + (SVHN_EXTRA if data.extra else 0)
+    return size - round(data.validation * size)
