@@ -96,6 +96,22 @@ def test_docstrings_lose_their_restructured_text(site):
         assert not re.findall(r":math:|\.\. math|:class:|:meth:|:func:", text), path
 
 
+def test_snippets_are_filled_in(site):
+    """A formatter once turned the marker of a snippet into arithmetic, and pages showed it in place of the code."""
+    blocks = 0
+    for path in site.rglob("*.html"):
+        page = path.read_text()
+        assert "--8" not in html.unescape(re.sub(r"<[^>]+>", "", page)), path
+        for block in re.findall(r"<pre\b[^>]*>(.*?)</pre>", page, re.DOTALL):
+            text = html.unescape(re.sub(r"<[^>]+>", "", block)).strip()
+            assert text.strip('-8< "'), (path, block)
+            blocks += 1
+    assert blocks > 50
+    tutorial = re.sub(r"<[^>]+>", "", (site / "tutorial" / "index.html").read_text())
+    for line in ("images, labels = load_digits()", "def train(rho, num_epochs=60):", "landscape.plot()"):
+        assert line in html.unescape(tutorial)
+
+
 SCRIPT = """<!doctype html><body><script>
 (async () => {
   const report = {};
