@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from flatmin import SAM
+from flatmin import SAM, suggest_rho
 
 STEPS = 3
 SIZES = [5, 3]  # of the micro-batches of each worker
@@ -170,3 +170,20 @@ def rest_that_drops_gradients(rank):
     except ValueError as error:
         return str(error)
     return ""
+
+
+def suggestion(rank, sync, ddp_settings):
+    """Return what suggest_rho finds, and whether it left gradients, buffers and DDP as they were."""
+    ddp = DistributedDataParallel(make_model(batch_norm=False), **ddp_settings)
+    ddp.module.register_buffer("own", torch.tensor(float(rank)))  # which DDP would share
+    opt = SAM(torch.optim.SGD(ddp.parameters(), lr=0.1), model=ddp, sync_perturbation=sync)
+    loss_of(ddp, whole_batch(rank, 9)).backward()
+
+    def state():
+        grads = [(id(p.grad), p.grad.tolist()) for p in ddp.parameters()]
+        return grads, ddp.module.own.item(), ddp.require_forward_param_sync, ddp.require_backward_grad_sync
+
+    before = state()
+    found = suggest_rho(opt, lambda x, y: loss_of(ddp, (x, y)), [whole_batch(rank, step) for step in range(3)])
+    curve = found.measure([0.2])
+    return [found.rho, found.loss, found.grad_norm, *curve.rises], state() == before

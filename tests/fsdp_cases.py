@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from flatmin import SAM
+from flatmin import SAM, suggest_rho
 from flatmin.core.compat import TORCH
 
 RESHARD = {}
@@ -204,3 +204,15 @@ def train_on_a_part(rank):
     for step in range(STEPS):
         opt.step_batch(lambda x, y: loss_of(model, (x, y)), batch(rank, step), part=1 / 4)
     return weights(model)
+
+
+def suggestion(rank, settings, model=None):
+    model = sharded_model() if model is None else model
+    opt = SAM(torch.optim.SGD(model.parameters(), lr=0.1), model=model, **settings)
+    before = weights(model)
+    batches = [batch(rank, step) for step in range(2)]
+    found = suggest_rho(opt, lambda x, y: loss_of(model, (x, y)), batches)
+    curve = found.measure([0.2])
+    assert torch.equal(weights(model), before)
+    assert all(p.grad is None for p in model.parameters())
+    return [found.rho, found.loss, found.grad_norm, *curve.rises]

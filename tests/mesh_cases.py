@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import fsdp_cases
 from flatmin import SAM
 from flatmin.core.compat import TORCH
 from fsdp_cases import RESHARD, STEPS, batch, generator_for, loss_of, weights, whole
@@ -174,3 +175,7 @@ def placements(rank, p):
     with opt.perturbed():
         moved = [whole(param.detach()) - value for param, value in zip(params, values, strict=True)]
     return moved, grads
+
+
+def suggestion(rank, sync):
+    return fsdp_cases.suggestion(rank, {"sync_perturbation": sync}, parallel_model("hsdp")[0])

@@ -3,12 +3,15 @@
 from flatmin.core import (
     SAM,
     EffectivePerturbation,
+    RhoSuggestion,
+    RiseCurve,
     SAMGradient,
     SAMMetrics,
     ascent_step,
     effective_perturbation,
     random_step,
     sam_gradient,
+    suggest_rho,
 )
 from flatmin.measures import (
     Bound,
@@ -40,6 +43,8 @@ __all__ = [
     "HessianOperator",
     "Landscape",
     "RealisedPerturbation",
+    "RhoSuggestion",
+    "RiseCurve",
     "SAMGradient",
     "SAMMetrics",
     "Score",
@@ -56,5 +61,6 @@ __all__ = [
     "sam_gradient",
     "sam_update_cosine",
     "spectral_density",
+    "suggest_rho",
     "top_eigenvalues",
 ]

@@ -163,6 +163,7 @@ def test_metrics_report_both_losses_their_difference_and_both_norms():
     assert m.loss.item() == pytest.approx(quadratic(w).item())
     assert m.perturbed_loss.item() == pytest.approx(quadratic(w + eps).item())
     assert m.sharpness.item() == pytest.approx((quadratic(w + eps) - quadratic(w)).item())
+    assert m.relative_sharpness.item() == pytest.approx((quadratic(w + eps) / quadratic(w)).item() - 1)
     assert m.grad_norm.item() == pytest.approx(references.gradient(quadratic, w).norm().item())
     assert m.perturbation_norm.item() == pytest.approx(0.2)
 

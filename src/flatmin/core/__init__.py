@@ -3,16 +3,21 @@
 from flatmin.core.gradient import SAMGradient, sam_gradient
 from flatmin.core.metrics import SAMMetrics
 from flatmin.core.perturbation import ascent_step, random_step
+from flatmin.core.rho_finder import suggest_rho
+from flatmin.core.rho_suggestion import RhoSuggestion, RiseCurve
 from flatmin.core.rounding import EffectivePerturbation, effective_perturbation
 from flatmin.core.sam import SAM
 
 __all__ = [
     "SAM",
     "EffectivePerturbation",
+    "RhoSuggestion",
+    "RiseCurve",
     "SAMGradient",
     "SAMMetrics",
     "ascent_step",
     "effective_perturbation",
     "random_step",
     "sam_gradient",
+    "suggest_rho",
 ]

@@ -22,6 +22,9 @@ class AscentNorms(NamedTuple):
     r"""The dual norm :math:`\lVert g \rVert_q`, joint over all parameters with a radius above 0."""
     perturbation: Tensor
     r"""The norm :math:`\lVert \epsilon \rVert_p`."""
+    scaled_gradient: Tensor
+    r""":math:`\lVert T \odot g \rVert_q` with T relative to the largest radius: times that, it is the first-order rise
+    :math:`g \cdot \epsilon` of one ascent step."""
 
 
 class _Ball:
@@ -113,7 +116,7 @@ class WeightPerturber:
             The norms of this step's gradient and of the perturbation as it now is.
         """
         if not self._blocks:
-            return AscentNorms(torch.zeros(()), torch.zeros(()))
+            return AscentNorms(torch.zeros(()), torch.zeros(()), torch.zeros(()))
         for scratch in self._scratch:
             scratch.untyped_storage().resize_(scratch.numel() * scratch.element_size())
         try:
@@ -144,6 +147,7 @@ class WeightPerturber:
                 rows[-1].append(plain)
         joint = self._join(rows, q)  # of T * g in front, and of g behind it where that is another
         gradient_norm = perturbation.norm(joint[-2:], q)
+        scaled_norm = perturbation.norm(joint[:2], q) if scaled else gradient_norm
 
         moved: list[list[Tensor]] = []
         for block, source in zip(self._blocks, sources, strict=True):
@@ -167,10 +171,9 @@ class WeightPerturber:
         if several:
             moved = self._move_to_projection(ball)
         elif ball.is_round:
-            return AscentNorms(
-                gradient_norm, (gradient_norm.isfinite() & (gradient_norm > 0)).to(joint.dtype) * ball.radius
-            )
-        return AscentNorms(gradient_norm, perturbation.norm(self._join(moved, ball.p), ball.p))
+            moves = gradient_norm.isfinite() & (gradient_norm > 0)
+            return AscentNorms(gradient_norm, moves.to(joint.dtype) * ball.radius, scaled_norm)
+        return AscentNorms(gradient_norm, perturbation.norm(self._join(moved, ball.p), ball.p), scaled_norm)
 
     def _move_to_projection(self, ball: _Ball) -> list[list[Tensor]]:
         directions = [block.direction for block in self._blocks if block.direction is not None]
