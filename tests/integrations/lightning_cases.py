@@ -41,7 +41,8 @@ class Classifier(pl.LightningModule):
 
 def fit(callback, model=None, data=None, ckpt_path=None, max_epochs=2, **settings):
     model = Classifier() if model is None else model
-    trainer = pl.Trainer(callbacks=[callback], max_epochs=max_epochs, **SETTINGS | settings)
+    callbacks = callback if isinstance(callback, list) else [callback]
+    trainer = pl.Trainer(callbacks=callbacks, max_epochs=max_epochs, **SETTINGS | settings)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of workers, loggers and intervals: not ours
         trainer.fit(model, make_data() if data is None else data, ckpt_path=ckpt_path)

@@ -5,11 +5,16 @@ import os
 import socket
 import subprocess
 import sys
+import warnings
+from collections import defaultdict
 from pathlib import Path
 
+import lightning.pytorch as pl
 import lightning_cases
 import pytest
 import torch
+import torchmetrics
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 
@@ -141,10 +146,128 @@ def test_wrong_settings_raise_at_once(settings, error, message):
 def test_what_cannot_be_sam_is_named():
     with pytest.raises(ValueError, match="accumulate_grad_batches=2 is not SAM"):
         lightning_cases.fit(SAMCallback(), accumulate_grad_batches=2)
+    scheduler = GradientAccumulationScheduler({0: 1, 3: 2})
+    with pytest.raises(ValueError, match=r"GradientAccumulationScheduler\(\{0: 1, 3: 2\}\) is not SAM"):
+        lightning_cases.fit([SAMCallback(), scheduler])
     made = lightning_cases.Classifier(lambda params: SAM(torch.optim.SGD(params, lr=0.1)))
     with pytest.raises(TypeError, match="SAM already"):
         lightning_cases.fit(SAMCallback(), made)
     assert "training_step" not in made.__dict__
+
+
+class Unadapted(lightning_cases.Classifier):
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        opt = self.optimizers()
+        opt.zero_grad()
+        self.manual_backward(loss_fn(self.net(batch[0]), batch[1]))
+        opt.step()
+
+
+def test_manual_optimization_with_one_pass_is_told_what_to_write():
+    with pytest.raises(TypeError, match="within `with opt.perturbed"):
+        lightning_cases.fit(SAMCallback(rho=0.1), Unadapted())
+    lightning_cases.fit(SAMCallback(rho=0.0), Unadapted())
+
+
+class Recording(lightning_cases.Classifier):
+    """Keeps records in every way that people do, and a state that the next batch begins with."""
+
+    def __init__(self):
+        super().__init__()
+        self.accuracy = torchmetrics.classification.MulticlassAccuracy(3, average="micro")
+        self.labels, self.by_kind, self.num_examples, self.carried = [], defaultdict(list), 0, torch.zeros(())
+        self.outputs = []
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        logits = self.net(x + 0.1 * self.carried)
+        self.carried = self.carried + x.mean()
+        self.accuracy(logits, y)
+        self.labels.append(y)
+        self.by_kind["x"].append(x)
+        self.num_examples += len(x)
+        loss = loss_fn(logits, y)
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        return {"loss": loss, "logits": logits.detach()}
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.outputs.append(outputs)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"part": 0.5}, {"ascent_steps": 2}, {"direction": "momentum"}, {"direction": "random", "weight": 1.0}],
+    ids=str,
+)
+def test_a_module_records_every_example_once_and_at_w(settings):
+    """With lr = 0 the records are those of plain training; the part and the rest of a batch are recorded apart."""
+
+    def no_step(params):
+        return torch.optim.SGD(params, lr=0.0, momentum=0.9)
+
+    def fit(rho):
+        module = Recording()
+        module.make_optimizer = no_step
+        module.net[1] = nn.Identity()  # batch norm would see part and rest apart
+        _, trainer = lightning_cases.fit(SAMCallback(rho=rho, **settings), module, max_epochs=1)
+        return module, trainer
+
+    plain, plain_trainer = fit(0.0)
+    module, trainer = fit(1e-3)
+    assert module.num_examples == plain.num_examples == 24
+    assert torch.equal(torch.cat(module.labels), torch.cat(plain.labels))
+    assert torch.equal(torch.cat(module.by_kind["x"]), torch.cat(plain.by_kind["x"]))
+    assert "loss" in trainer.callback_metrics
+    if "part" in settings:
+        assert [len(y) for y in module.labels] == 6 * [4]
+        return
+    assert module.accuracy._update_count == 3
+    assert torch.equal(module.carried, plain.carried)
+    exact = settings.get("direction") is None
+    for a, b in zip(module.outputs, plain.outputs, strict=True):
+        assert difference(a, b) <= (0 if exact else 0.1)
+    assert module.accuracy.compute() == plain.accuracy.compute()
+    if exact:
+        assert trainer.callback_metrics["loss"] == plain_trainer.callback_metrics["loss"]
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("perturbed", [False, True])
+def test_training_step_that_returns_none_skips_the_batch(perturbed, clip):
+    """Whether it does so at w or, as after a loss that is not finite, at w + eps."""
+
+    class Skipping(lightning_cases.Classifier):
+        def training_step(self, batch, batch_idx):
+            skip = batch_idx == 1 and self.optimizers().is_perturbed == perturbed
+            before.append(self.net[0].weight.clone())
+            return None if skip else super().training_step(batch, batch_idx)
+
+    before = []
+    model, trainer = lightning_cases.fit(SAMCallback(rho=0.1), Skipping(), max_epochs=1, gradient_clip_val=clip)
+    assert trainer.global_step == 3
+    assert len(before) == (6 if perturbed else 5)
+    assert torch.equal(before[2], before[-2])  # at w, before the batch and after it
+    expected = lightning_cases.Classifier()
+    opt = SAM(torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9), rho=0.1, model=expected)
+    if clip is not None:
+        opt.base.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(expected.parameters(), clip) and None)
+    for i, (x, y) in enumerate(lightning_cases.make_data()):
+        if i != 1:
+            opt.step_batch(lambda x, y: loss_fn(expected.net(x), y), (x, y))
+    assert difference(dict(model.named_parameters()), dict(expected.named_parameters())) < 1e-6
+
+
+def test_a_checkpoint_with_another_radius_is_reported(tmp_path):
+    _, trainer = lightning_cases.fit(SAMCallback(rho=0.2), max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    data, model = lightning_cases.make_data(), lightning_cases.Classifier()
+    trainer = pl.Trainer(callbacks=[SAMCallback(rho=0.1)], max_epochs=2, **lightning_cases.SETTINGS)
+    warnings.filterwarnings("ignore", message=".*(workers|logging interval|_pytree|checkpoint directory).*")
+    with pytest.warns(UserWarning, match="rho=0.2, which replaces rho=0.1"):
+        trainer.fit(model, data, ckpt_path=str(tmp_path / "run.ckpt"))
+    assert trainer.optimizers[0].rho == 0.2
 
 
 def test_the_module_gets_its_methods_back():

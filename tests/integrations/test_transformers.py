@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -157,6 +158,102 @@ def test_bf16():
     trainer.train()
     expected, _ = plain_loop(trainer.steps, mean_loss)
     assert 0 < difference(trainer.model.state_dict(), expected) < 2e-2
+
+
+class Accounting(Recording):
+    """Prepares inputs and keeps records as TRL's trainers do: counts, metrics in a dict of dicts of lists."""
+
+    num_prepared = num_tokens = 0
+
+    def __init__(self, *args, **kwargs):
+        self._metrics = {"train": defaultdict(list)}
+        super().__init__(*args, **kwargs)
+
+    def _prepare_inputs(self, inputs):
+        self.num_prepared += 1
+        return super()._prepare_inputs(inputs)
+
+    def compute_loss(self, model, inputs, **kwargs):
+        labels = inputs.pop("labels")  # as label smoothing does
+        loss = torch.nn.functional.cross_entropy(model(**inputs).logits, labels)
+        loss = loss * (1 + 0.1 * (self.num_tokens % 5))
+        self.num_tokens += inputs["input_ids"].numel()
+        self._metrics["train"]["examples"].extend(labels.tolist())
+        self._metrics["train"]["num_tokens"] = [self.num_tokens]
+        return loss
+
+
+@pytest.mark.parametrize("sam", [{}, {"part": 0.5}], ids=str)
+def test_inputs_are_prepared_and_losses_recorded_once_per_step(sam):
+    trainers = {}
+    for rho in (0.0, 1e-7):
+        trainers[rho] = cases.make_trainer({"rho": rho, **sam}, Accounting, learning_rate=0.0)
+        trainers[rho].train()
+    plain, trainer = trainers.values()
+    assert trainer.num_prepared == plain.num_prepared == 8
+    assert trainer.num_tokens == plain.num_tokens == 32 * 6
+    assert trainer._metrics["train"]["num_tokens"] == [32 * 6]
+    assert len(trainer._metrics["train"]["examples"]) == 32
+    assert sorted(trainer._metrics["train"]["examples"]) == sorted(plain._metrics["train"]["examples"])
+    assert "_prepare_inputs" not in vars(trainer)
+    # The second pass begins with the counts that the first one began with, so it has the same loss.
+    assert max(abs(entry["sharpness"]) for entry in trainer.state.log_history if "loss" in entry) < 1e-5
+
+
+def test_training_goes_on_where_it_was_interrupted():
+    """``train()`` twice is one training with twice the steps, and what an interrupted step left does not count."""
+
+    class Interrupted(Recording):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            loss = super().training_step(model, inputs, num_items_in_batch)
+            if len(self.steps) == 2 and self._micro_batches:
+                raise KeyboardInterrupt
+            return loss
+
+    settings = {"lr_scheduler_type": "constant", "gradient_accumulation_steps": 2, "max_steps": 3}
+    trainer = cases.make_trainer({"rho": 0.1}, Interrupted, **settings)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    sam = trainer.sam
+    trainer.train()
+    trainer.train()
+    assert trainer.sam is sam
+    assert [len(micro_batches) for micro_batches in trainer.steps] == [2, 1, 2, 2, 2, 2, 2, 2]
+    del trainer.steps[1]
+    expected, _ = plain_loop(trainer.steps, lambda model, batch: 2 * mean_loss(model, batch))  # the sum of two means
+    assert difference(trainer.model.state_dict(), expected) < 1e-6
+
+
+def test_a_batch_size_that_does_not_fit_is_reduced():
+    class Small(Recording):
+        def compute_loss(self, model, inputs, **kwargs):
+            if len(inputs["labels"]) == 4 and self.sam.is_perturbed:
+                raise RuntimeError("CUDA out of memory.")
+            return super().compute_loss(model, inputs, **kwargs)
+
+    settings = {"auto_find_batch_size": True, "lr_scheduler_type": "constant", "gradient_accumulation_steps": 1}
+    trainer = cases.make_trainer({"rho": 0.1}, Small, **settings)
+    trainer.train()
+    sizes = [len(batch["labels"]) for step in trainer.steps for batch in step]
+    assert sizes == [4] + 10 * [3] + [2]
+    del trainer.steps[0]
+    assert difference(trainer.model.state_dict(), plain_loop(trainer.steps, mean_loss)[0]) < 1e-6
+
+
+def test_a_checkpoint_with_another_radius_is_reported(tmp_path):
+    settings = {"output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 2}
+    cases.make_trainer({"rho": 0.2}, **settings).train()
+    trainer = cases.make_trainer({"rho": 0.1}, **settings)
+    with pytest.warns(UserWarning, match="rho=0.2, which replaces rho=0.1"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert trainer.sam.rho == 0.2
+
+
+@pytest.mark.parametrize("name", ["GRPOTrainer", "RLOOTrainer", "OnlineDPOTrainer"])
+def test_trainers_that_sample_in_every_step_are_refused(name):
+    sampling = type(name, (Trainer,), {})
+    with pytest.raises(TypeError, match=f"{name} samples completions"):
+        cases.make_trainer({}, type("Own", (SAMMixin, sampling), {}))
 
 
 def test_mixin_for_other_trainers_and_own_optimizers():

@@ -1,5 +1,6 @@
 """SAM for trainers: its gradient is one call, the base optimizer's step is another."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -53,9 +54,13 @@ class DeferredSAM(SAM):
 
     @with_own_hooks
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Take the base optimizer's step; a closure is called once before it, and has to compute the gradient."""
+        """Take the base optimizer's step; a closure is called once before it, and has to compute the gradient.
+
+        One that returns None skips the step, as in Lightning.
+        """
         loss = None if closure is None else closure()
-        self._step_ready()
+        if closure is None or loss is not None:
+            self._step_ready()
         return loss
 
 
@@ -82,4 +87,15 @@ def check_base(base: Optimizer) -> None:
     if isinstance(base, SAM):
         raise TypeError(
             "The optimizer is a SAM already, and would be wrapped in another one. Return its base optimizer instead."
+        )
+
+
+def warn_if_rho_differs(sam: SAM, rho: float) -> None:
+    """Warn if a checkpoint has replaced the radius that was asked for."""
+    if sam.rho != rho:
+        warnings.warn(
+            f"The checkpoint has rho={sam.rho:g}, which replaces rho={rho:g}, as it replaces the learning rate. To "
+            "train with another radius, assign to `rho` of the optimizer when training starts.",
+            UserWarning,
+            stacklevel=3,
         )

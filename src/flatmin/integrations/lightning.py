@@ -8,12 +8,15 @@ from torch.optim import Optimizer
 
 from flatmin.core.batch_split import split_batch
 from flatmin.core.sam import SAM
-from flatmin.integrations.deferred_step import DeferredSAM, check_base, check_settings
+from flatmin.integrations.deferred_step import DeferredSAM, check_base, check_settings, warn_if_rho_differs
+from flatmin.integrations.records import RecordedPass, recording_modules
 
 try:
     import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import GradientAccumulationScheduler
 except ImportError:  # the older package
     import pytorch_lightning as pl
+    from pytorch_lightning.callbacks import GradientAccumulationScheduler
 
 PATCHED = ("training_step", "optimizer_step")
 
@@ -48,7 +51,7 @@ class SAMCallback(pl.Callback):
         check_settings(self.settings | {"part": part})
         self.optimizers: list[SAM] = []
         self._piece: Any | None = None  # what training_step sees in place of the batch
-        self._is_silent = False
+        self._is_silent = False  # training_step does not log
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Wrap the optimizers: the strategy has made them, and no checkpoint has been restored yet."""
@@ -63,6 +66,11 @@ class SAMCallback(pl.Callback):
         trainer.strategy.optimizers = list(self.optimizers)  # the setter makes Lightning's wrappers
         if automatic:
             self._patch(pl_module)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Compare the radius with the checkpoint's, which has been restored by now."""
+        for sam in self.optimizers:
+            warn_if_rho_differs(sam, self.settings["rho"])
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         """Log what the step measured."""
@@ -84,7 +92,7 @@ class SAMCallback(pl.Callback):
 
     def _wrap(self, base: Optimizer, model: Any, automatic: bool) -> SAM:
         check_base(base)
-        kind = DeferredSAM if automatic else SAM
+        kind = DeferredSAM if automatic else _ManualSAM
         return kind(base, model=model, **self.settings)
 
     def _patch(self, pl_module: pl.LightningModule) -> None:
@@ -96,7 +104,7 @@ class SAMCallback(pl.Callback):
         def pieces_of_training_step(batch: Any, *args: Any, **kwargs: Any) -> Any:
             if self._piece is not None:
                 batch = self._piece
-            if not (self._is_silent or sam.is_perturbed):
+            if not self._is_silent:
                 return training_step(batch, *args, **kwargs)
             pl_module.log = lambda *args, **kwargs: None
             try:
@@ -106,7 +114,7 @@ class SAMCallback(pl.Callback):
 
         @functools.wraps(optimizer_step)
         def sam_step(epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any]) -> Any:
-            gradient = functools.partial(self._compute_gradient, sam, optimizer_closure)
+            gradient = functools.partial(self._compute_gradient, sam, optimizer_closure, pl_module)
             return optimizer_step(epoch, batch_idx, optimizer, gradient)
 
         pl_module.training_step, pl_module.optimizer_step = pieces_of_training_step, sam_step
@@ -115,32 +123,82 @@ class SAMCallback(pl.Callback):
         """Keep the batch, to split it."""
         self._batch: Any = batch if self.part < 1 else None
 
-    def _compute_gradient(self, sam: Any, closure: Callable[[], Any]) -> Any:
-        if self.part == 1 or not sam.needs_perturbed_pass:
-            return sam.compute_gradient(closure)
-        split = split_batch(self._batch, self.part, None)
+    def _compute_gradient(self, sam: Any, closure: Any, pl_module: pl.LightningModule) -> Any:
+        """Run SAM's passes; Lightning reads the outputs of ``training_step`` from its closure, those of w are left."""
+        outputs = None
 
-        def on(piece: Any, silent: bool) -> Any:
-            self._piece, self._is_silent = piece, silent
-            try:
-                return closure()
-            finally:
-                self._piece, self._is_silent = None, False
+        def pass_on(piece: Any | None, silent: bool = False) -> RecordedPass:
+            def run() -> Any:
+                nonlocal outputs
+                self._piece, self._is_silent = piece, silent or recorded.is_repeated
+                try:
+                    loss = closure()
+                finally:
+                    self._piece, self._is_silent = None, False
+                if loss is None:
+                    raise _BatchSkippedError
+                if not recorded.is_repeated:
+                    outputs = closure._result
+                return loss
 
-        part = functools.partial(on, split.micro_batches[0], silent=split.rest is not None)
-        if split.rest is None:
-            return sam.compute_gradient(part)
-        rest = functools.partial(on, split.rest, silent=False)
-        return sam.compute_gradient(part, rest=rest, weights=split.sizes)
+            recorded = RecordedPass(run, recording_modules(pl_module))
+            return recorded
+
+        try:
+            if self.part == 1 or not sam.needs_perturbed_pass:
+                loss = sam.compute_gradient(pass_on(None))
+            else:
+                split = split_batch(self._batch, self.part, None)
+                part, rest = split.micro_batches[0], split.rest
+                if rest is None:
+                    loss = sam.compute_gradient(pass_on(part))
+                else:
+                    passes = {"closure": pass_on(part, silent=True), "rest": pass_on(rest)}
+                    loss = sam.compute_gradient(**passes, weights=split.sizes)
+        except _BatchSkippedError:
+            sam.zero_grad()
+            return None
+        closure._result = outputs
+        return loss
+
+
+class _BatchSkippedError(Exception):
+    """``training_step`` returned None, which skips the batch in Lightning."""
+
+
+class _ManualSAM(SAM):
+    """Says what is missing in a ``training_step`` with manual optimization that has one pass."""
+
+    def _closure_gradient(self, closure: Callable[[], Any], *args: Any) -> Any:
+        """Run the passes of a closure; Lightning passes one that does nothing where the module passes none."""
+        if not self.needs_perturbed_pass:
+            loss = closure()
+            return None if loss is None else super()._closure_gradient(lambda: loss, *args)
+
+        def with_loss() -> Any:
+            loss = closure()
+            if loss is None:
+                raise TypeError(
+                    "opt.step() came without a pass at w + eps. With manual optimization training_step runs both "
+                    "passes of SAM: opt.zero_grad(); self.manual_backward(loss); then, within `with opt.perturbed():`, "
+                    "compute the loss again and call self.manual_backward on it; then opt.step()."
+                )
+            return loss
+
+        return super()._closure_gradient(with_loss, *args)
 
 
 def _check_trainer(trainer: pl.Trainer, automatic: bool) -> None:
-    if automatic and trainer.accumulate_grad_batches > 1:
+    accumulation = f"accumulate_grad_batches={trainer.accumulate_grad_batches}"
+    accumulates = trainer.accumulate_grad_batches > 1
+    for callback in trainer.callbacks:
+        if isinstance(callback, GradientAccumulationScheduler) and callback.going_to_accumulate_grad_batches():
+            accumulation, accumulates = f"GradientAccumulationScheduler({callback.scheduling})", True
+    if automatic and accumulates:
         raise ValueError(
-            f"accumulate_grad_batches={trainer.accumulate_grad_batches} is not SAM with automatic optimization: "
-            "Lightning's closure holds the last micro-batch only, so that the second pass would not see the others. "
-            "Use larger batches, accumulate_grad_batches=1, or manual optimization: run all micro-batches, and all of "
-            "them again within `with opt.perturbed():`."
+            f"{accumulation} is not SAM with automatic optimization: Lightning's closure holds the last micro-batch "
+            "only, so the second pass would not see the others. Use larger batches without accumulation, or manual "
+            "optimization: run all micro-batches, and all of them again within `with opt.perturbed():`."
         )
     strategy = type(trainer.strategy).__name__
     if "DeepSpeed" in strategy or strategy == "FSDPStrategy":

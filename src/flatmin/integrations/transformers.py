@@ -1,6 +1,7 @@
 """SAM in the Hugging Face Trainer: ``SAMTrainer(..., sam={"rho": 0.05})``."""
 
 import contextlib
+import copy
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -9,10 +10,20 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from flatmin.core.batch_split import split_batch
-from flatmin.integrations.deferred_step import DeferredSAM, check_base, check_settings
+from flatmin.integrations.deferred_step import DeferredSAM, check_base, check_settings, warn_if_rho_differs
+from flatmin.integrations.records import RecordedPass
 
 Inputs = Mapping[str, Any]
 _Trainer: Any = Trainer if TYPE_CHECKING else object
+
+# These of TRL sample completions from the model within a step, so a second pass would be of another batch.
+SAMPLING = frozenset(
+    f"{name}Trainer"
+    for name in (
+        *("GRPO", "AsyncGRPO", "RLOO", "OnlineDPO", "PPO", "GKD", "GOLD", "SDFT", "SDPO", "A2PO", "IWOPD"),
+        *("Distillation", "AsyncDistillation"),
+    )
+)
 
 
 class SAMMixin(_Trainer):
@@ -21,7 +32,8 @@ class SAMMixin(_Trainer):
     One optimizer step is one SAM step, with one perturbation for all micro-batches of a worker. Gradient accumulation,
     clipping, schedules, DDP, bf16, fp16 with its scaler, and ``resume_from_checkpoint`` work as before.
     ``training_step`` keeps the micro-batches of a step, runs all passes when it gets the last one, and returns the loss
-    at w.
+    at w. Inputs are prepared once per step, and what ``compute_loss`` records in attributes of the trainer (TRL's
+    metrics, say) is recorded once, at w.
 
     The training logs have two more values: ``sharpness``, the loss at w + eps minus that at w in the last step, and
     ``sam_grad_norm``, the norm of the gradient at w. ``grad_norm`` is that of SAM's gradient, which is clipped.
@@ -31,12 +43,19 @@ class SAMMixin(_Trainer):
             each micro-batch that SAM is applied to. Inputs must then be tensors of examples.
 
     Raises:
-        TypeError, ValueError: a setting that SAM does not take, or DeepSpeed.
+        TypeError, ValueError: a setting that SAM does not take, DeepSpeed, or a trainer of TRL that samples
+            completions while it trains (GRPO, RLOO, online DPO): its pass cannot be repeated.
     """
 
     def __init__(self, *args: Any, sam: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self.sam_settings = dict(sam or {})
         check_settings(self.sam_settings)
+        for kind in type(self).__mro__:
+            if kind.__name__ in SAMPLING:
+                raise TypeError(
+                    f"{kind.__name__} samples completions in every step, so SAM's second pass would not repeat the "
+                    "first one. Use SAM with SFTTrainer, DPOTrainer or RewardTrainer, or a plain Trainer here."
+                )
         self._part = self.sam_settings.pop("part", 1.0)
         self._micro_batches: list[Inputs] = []
         super().__init__(*args, **kwargs)
@@ -47,11 +66,18 @@ class SAMMixin(_Trainer):
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """Wrap the Trainer's optimizer, or the one that was passed to it, in SAM."""
+        self._micro_batches = []  # of a training that was interrupted
         base = super().create_optimizer(*args, **kwargs)
-        if not isinstance(base, DeferredSAM):
+        # When training continues, this is Accelerate's wrapper of our SAM.
+        if not isinstance(getattr(base, "optimizer", base), DeferredSAM):
             check_base(base)
             self.optimizer = self.sam = DeferredSAM(base, **self.sam_settings)
-        return self.sam
+        return self.optimizer
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        rho = self.sam.rho
+        super()._load_optimizer_and_scheduler(checkpoint)
+        warn_if_rho_differs(self.sam, rho)
 
     def training_step(
         self, model: nn.Module, inputs: Inputs, num_items_in_batch: Tensor | int | None = None
@@ -63,19 +89,32 @@ class SAMMixin(_Trainer):
         micro_batches, self._micro_batches = self._micro_batches, []
         if self.sam.model is not model:
             self.sam.model = model  # as the Trainer wrapped it
+        model.train()
+        prepared = [self._prepare_inputs(inputs) for inputs in micro_batches]
+        self.__dict__["_prepare_inputs"] = copy.copy  # the Trainer calls it in each pass; compute_loss may pop entries
+        try:
+            return self._compute_gradient(model, prepared, num_items_in_batch)
+        finally:
+            del self.__dict__["_prepare_inputs"]
+
+    def _compute_gradient(self, model: nn.Module, micro_batches: list[Inputs], num_items: Any) -> Tensor | None:
+        """Run the passes of a step, whose loss and records are those at w."""
+
+        def pass_on(pieces: list[_Piece], share: float) -> RecordedPass:
+            return RecordedPass(lambda: self._run(model, pieces, num_items, share), [self])
+
         if self._part == 1 or not self.sam.needs_perturbed_pass:
-            whole = [_Piece(inputs, share=1.0) for inputs in micro_batches]
-            return self.sam.compute_gradient(lambda: self._run(model, whole, num_items_in_batch, share=1.0))
+            return self.sam.compute_gradient(
+                pass_on([_Piece(inputs, share=1.0) for inputs in micro_batches], share=1.0)
+            )
         splits = [split_batch(dict(inputs), self._part, None) for inputs in micro_batches]
         parts = [_Piece(s.micro_batches[0], share=s.sizes[0] / sum(s.sizes)) for s in splits]
         rests = [_Piece(s.rest, share=s.sizes[1] / sum(s.sizes)) for s in splits if s.rest is not None]
         num_examples = [sum(s.sizes[0] for s in splits), sum(sum(s.sizes[1:]) for s in splits)]
         part, rest = (count / sum(num_examples) for count in num_examples)
-        return self.sam.compute_gradient(
-            lambda: self._run(model, parts, num_items_in_batch, share=part),
-            rest=(lambda: self._run(model, rests, num_items_in_batch, share=rest)) if rests else None,
-            weights=[part, rest] if rests else None,
-        )
+        if not rests:
+            return self.sam.compute_gradient(pass_on(parts, part))
+        return self.sam.compute_gradient(pass_on(parts, part), rest=pass_on(rests, rest), weights=[part, rest])
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Add SAM's metrics to the training logs."""
@@ -85,7 +124,7 @@ class SAMMixin(_Trainer):
         super().log(logs, *args, **kwargs)
 
     def _run(self, model: nn.Module, pieces: list["_Piece"], num_items: Any, share: float) -> Tensor:
-        """Run the forward and backward passes of some pieces and return their mean loss.
+        """Run the forward and backward passes of some pieces, and return their mean loss.
 
         SAM multiplies the gradient by the ``share`` of the pieces in the batch. The Trainer divides losses by the
         number of items (tokens, say) in the whole batch, or takes the mean of each micro-batch and divides by their
