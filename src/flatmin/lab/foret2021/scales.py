@@ -103,7 +103,7 @@ def tuned_rho(recorder: RecordingRunner, item: str, scale: Scale, paper: Trainin
         return paper.rho
     candidates = [replace(sgd, name=f"{item}/SAM", optim=replace(sgd.optim, rho=rho)) for rho in TUNED_RHOS]
     best = best_candidate(candidates, recorder.outcomes([tuning_job(e) for e in candidates], f"{item}: choosing rho"))
-    return None if best is None else best.optim.rho
+    return None if best is None else best.optim.rho_number
 
 
 def curvature_seeds(scale: Scale) -> tuple[int, ...]:

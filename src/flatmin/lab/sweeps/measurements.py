@@ -147,7 +147,7 @@ def measure_cosine(
     ``weight_decay`` adds the L2 term to the loss, as training with ``optim.decay=loss`` does.
     """
     batch = trained.training_batches(num_examples, batch_size=num_examples)[0]
-    radius = trained.experiment.optim.rho if rho is None else rho
+    radius = trained.rho if rho is None else rho
     cosine = sam_update_cosine(trained.network, F.cross_entropy, batch, rho=radius, weight_decay=weight_decay)
     facts = {"cosine": cosine, "rho": radius, "num_examples": len(batch[1]), "weight_decay": weight_decay}
     return _written(target, _weights(trained) | facts)

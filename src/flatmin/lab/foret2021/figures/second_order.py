@@ -83,7 +83,7 @@ def second_order(scale: Scale, runner: Runner) -> Findings:
 
 def _cosine(experiment: Experiment, epoch: int) -> Measurement:
     optim = experiment.optim
-    settings: tuple[tuple[str, float], ...] = (("rho", optim.rho), ("num_examples", experiment.data.batch_size))
+    settings: tuple[tuple[str, float], ...] = (("rho", optim.rho_number), ("num_examples", experiment.data.batch_size))
     if optim.decay == "loss":  # then both updates have the L2 term, and so has their cosine
         settings += (("weight_decay", optim.weight_decay),)
     return Measurement(kind="cosine", settings=settings, epoch=epoch)
