@@ -177,7 +177,8 @@ def suggestion(rank, sync, ddp_settings):
     ddp = DistributedDataParallel(make_model(batch_norm=False), **ddp_settings)
     ddp.module.register_buffer("own", torch.tensor(float(rank)))  # which DDP would share
     opt = SAM(torch.optim.SGD(ddp.parameters(), lr=0.1), model=ddp, sync_perturbation=sync)
-    loss_of(ddp, whole_batch(rank, 9)).backward()
+    for _ in range(2):  # DDP makes its buckets anew after the first pass
+        loss_of(ddp, whole_batch(rank, 9)).backward()
 
     def state():
         grads = [(id(p.grad), p.grad.tolist()) for p in ddp.parameters()]

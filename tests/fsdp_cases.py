@@ -207,7 +207,8 @@ def train_on_a_part(rank):
 
 
 def suggestion(rank, settings, model=None):
-    model = sharded_model() if model is None else model
+    # Weights that stay gathered until a backward pass do not see that their shards are perturbed.
+    model = sharded_model(**({} if RESHARD else {"reshard_after_forward": False})) if model is None else model
     opt = SAM(torch.optim.SGD(model.parameters(), lr=0.1), model=model, **settings)
     before = weights(model)
     batches = [batch(rank, step) for step in range(2)]

@@ -17,8 +17,9 @@ import torchmetrics
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
+from torch.amp import GradScaler
 
-from flatmin import SAM
+from flatmin import SAM, suggest_rho
 from flatmin.integrations.lightning import SAMCallback
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:.*(LeafSpec|torch\.jit|pin_memory).*")
@@ -123,8 +124,9 @@ def test_manual_optimization_gets_wrapped_optimizers():
 
     model, _ = lightning_cases.fit(SAMCallback(rho=0.1), Manual())
     assert difference(model.net.state_dict(), plain_loop()[0]) < 1e-6
-    with pytest.raises(ValueError, match="part=0.5 needs automatic optimization"):
-        lightning_cases.fit(SAMCallback(rho=0.1, part=0.5), Manual())
+    for settings, name in (({"part": 0.5}, "part=0.5"), ({"rho": "auto"}, 'rho="auto"')):
+        with pytest.raises(ValueError, match=f"{name} needs automatic optimization"):
+            lightning_cases.fit(SAMCallback(**settings), Manual())
 
 
 @pytest.mark.parametrize(
@@ -136,6 +138,8 @@ def test_manual_optimization_gets_wrapped_optimizers():
         ({"weight": -1.0}, ValueError, "weight"),
         ({"radius": 0.1}, TypeError, "radius"),
         ({"model": None}, TypeError, "Leave `model`"),
+        ({"rho": "auto", "direction": "random"}, ValueError, "follows the gradient"),
+        ({"rho": "large"}, TypeError, "rho"),
     ],
 )
 def test_wrong_settings_raise_at_once(settings, error, message):
@@ -257,6 +261,39 @@ def test_training_step_that_returns_none_skips_the_batch(perturbed, clip):
         if i != 1:
             opt.step_batch(lambda x, y: loss_fn(expected.net(x), y), (x, y))
     assert difference(dict(model.named_parameters()), dict(expected.named_parameters())) < 1e-6
+
+
+@pytest.mark.parametrize("part", [1.0, 0.25])
+def test_auto_finds_the_radius_on_the_first_eight_batches(part, tmp_path):
+    """With lr = 0 it is the suggestion for these batches; measuring changes nothing else."""
+
+    def fit(rho, **settings):
+        module = lightning_cases.Classifier(lambda params: torch.optim.SGD(params, lr=0.0))
+        return lightning_cases.fit(SAMCallback(rho=rho, part=part), module, **settings)
+
+    module, trainer = fit("auto", max_epochs=4)
+    net = lightning_cases.Classifier().net
+    batches = [[b[: round(part * 8)] for b in batch] for _ in range(3) for batch in lightning_cases.make_data()][:8]
+    opt = SAM(torch.optim.SGD(net.parameters(), lr=0.1), model=net)
+    suggestion = suggest_rho(opt, lambda x, y: loss_fn(net(x), y), batches)
+    assert trainer.callback_metrics["rho"].item() == pytest.approx(suggestion.rho, rel=1e-5)
+    given, other = fit(trainer.optimizers[0].rho, max_epochs=4)
+    assert difference(module.state_dict(), given.state_dict()) == 0
+    assert trainer.callback_metrics["loss"] == other.callback_metrics["loss"]
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    _, resumed = fit("auto", max_epochs=5, ckpt_path=str(tmp_path / "run.ckpt"))
+    assert resumed.optimizers[0].rho == trainer.optimizers[0].rho
+
+
+def test_auto_under_a_gradient_scaler():
+    """The scale cancels out. The first one overflows: that step is skipped, and not measured."""
+    radii = []
+    for settings in ({}, {"plugins": [MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=2.0**30))]}):
+        module = lightning_cases.Classifier(lambda params: torch.optim.SGD(params, lr=0.0))
+        _, trainer = lightning_cases.fit(SAMCallback(rho="auto"), module, max_epochs=12, **settings)
+        radii.append(trainer.optimizers[0].rho)
+    assert trainer.precision_plugin.scaler.get_scale() < 2**30
+    assert radii[1] == pytest.approx(radii[0], rel=0.02)
 
 
 def test_a_checkpoint_with_another_radius_is_reported(tmp_path):

@@ -13,7 +13,7 @@ import torch
 import transformers_cases as cases
 from transformers import Trainer
 
-from flatmin import SAM
+from flatmin import SAM, suggest_rho
 from flatmin.integrations.transformers import SAMMixin, SAMTrainer
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:.*pin_memory.*", "ignore:.*Gradient accumulation.*")
@@ -238,6 +238,28 @@ def test_a_batch_size_that_does_not_fit_is_reduced():
     assert sizes == [4] + 10 * [3] + [2]
     del trainer.steps[0]
     assert difference(trainer.model.state_dict(), plain_loop(trainer.steps, mean_loss)[0]) < 1e-6
+
+
+@pytest.mark.parametrize("part", [1.0, 0.5])
+def test_auto_finds_the_radius_in_the_first_eight_steps(part, tmp_path):
+    """With lr = 0 it is the suggestion for these batches; all micro-batches of a step share a perturbation."""
+    settings = {"num_train_epochs": 3, "learning_rate": 0.0, "language_model": True}
+    settings |= {"output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 10}
+    trainer = cases.make_trainer({"rho": "auto", "part": part}, Recording, **settings)
+    trainer.train()
+    model = cases.make_model(language_model=True).train()
+    batches, num_items = [], []
+    for micro_batches, count in zip(trainer.steps[:8], trainer.num_items, strict=False):
+        batches.append({k: torch.cat([b[k][: round(4 * part)] for b in micro_batches]) for k in micro_batches[0]})
+        num_items.append(count * part)
+    counts = iter(num_items)
+    opt = SAM(torch.optim.SGD(model.parameters(), lr=0.1))
+    suggestion = suggest_rho(opt, lambda b: model(**b, num_items_in_batch=next(counts)).loss, batches)
+    assert trainer.sam.rho == pytest.approx(suggestion.rho, rel=1e-5)
+    assert trainer.state.log_history[-2]["rho"] == trainer.sam.rho
+    resumed = cases.make_trainer({"rho": "auto", "part": part}, **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-10"))
+    assert resumed.sam.rho == trainer.sam.rho
 
 
 def test_a_checkpoint_with_another_radius_is_reported(tmp_path):

@@ -1,7 +1,7 @@
 """SAM for trainers: its gradient is one call, the base optimizer's step is another."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from flatmin.core.checks import shares_of
 from flatmin.core.optimizer_wrapper import with_own_hooks
+from flatmin.core.rho_finder import suggest_rho
 from flatmin.core.sam import SAM
 
 
@@ -64,8 +65,8 @@ class DeferredSAM(SAM):
         return loss
 
 
-def check_settings(settings: Mapping[str, Any]) -> None:
-    """Raise for settings that SAM does not take, before there is a model.
+def check_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of SAM, with a radius of 0 for "auto"; or raise, before there is a model.
 
     Raises:
         TypeError: an unknown setting, or one that the trainer decides.
@@ -79,7 +80,55 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         )
     if "model" in settings or "base" in settings:
         raise TypeError("The trainer passes SAM its model and base optimizer. Leave `model` and `base` out.")
+    if settings.get("rho") == "auto":
+        settings["rho"] = 0.0
+        if settings.get("direction", "gradient") != "gradient":
+            raise ValueError(
+                f'rho="auto" follows the gradient, not direction={settings["direction"]!r}: give a number.'
+            )
     SAM(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), **settings)
+    return settings
+
+
+class RhoSearch:
+    """Sets the radius of ``rho="auto"`` on the first batches: the loss rises by a tenth, to first order.
+
+    Each of the first ``NUM_BATCHES`` steps measures its own batch, at one more gradient, and takes the radius that all
+    batches so far suggest; then it is fixed. It needs no data of its own, and the radius is part of checkpoints.
+
+    Args:
+        sam: the optimizer. One with a radius was trained before: nothing is measured.
+    """
+
+    NUM_BATCHES = 8
+
+    def __init__(self, sam: SAM) -> None:
+        self._sam, self._values = sam, torch.zeros(2, dtype=torch.float64)  # sums of losses, and of rises for rho = 1
+        self._num_left = self.NUM_BATCHES if sam.rho == 0 else 0
+
+    def measure(self, run: Callable[[], Tensor], scaler: Any | None = None) -> None:
+        """Run a forward and backward pass if needed; ``run`` returns the loss, whose gradients the scaler scales."""
+        if self._num_left == 0:
+            return
+        scale = 1.0 if scaler is None else scaler.get_scale()
+
+        def loss_fn(_: Tensor) -> Tensor:
+            loss = run().detach() * scale
+            if scaler is not None and not all(g.isfinite().all() for g in self._gradients()):
+                raise OverflowError
+            return loss.requires_grad_()  # its backward() does nothing: run() has called it
+
+        try:
+            suggestion = suggest_rho(self._sam, loss_fn, [torch.zeros(1)], num_batches=1)
+        except OverflowError:
+            return  # the scaler will skip this step and lower its scale
+        self._values += torch.tensor([suggestion.loss, suggestion.rise * suggestion.loss / suggestion.rho]) / scale
+        loss, unit = self._values.tolist()
+        self._sam.rho = suggestion.rise * loss / unit
+        self._num_left -= 1
+
+    def _gradients(self) -> Iterator[Tensor]:
+        return (p.grad for group in self._sam.param_groups for p in group["params"] if p.grad is not None)
 
 
 def check_base(base: Optimizer) -> None:

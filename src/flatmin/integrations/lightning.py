@@ -2,14 +2,14 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from torch.optim import Optimizer
 
 from flatmin.core.batch_split import split_batch
 from flatmin.core.sam import SAM
-from flatmin.integrations.deferred_step import DeferredSAM, check_base, check_settings, warn_if_rho_differs
-from flatmin.integrations.records import RecordedPass, recording_modules
+from flatmin.integrations.deferred_step import DeferredSAM, RhoSearch, check_base, check_settings, warn_if_rho_differs
+from flatmin.integrations.records import RecordedPass, Records, recording_modules
 
 try:
     import lightning.pytorch as pl
@@ -33,7 +33,8 @@ class SAMCallback(pl.Callback):
     within ``with opt.perturbed():``.
 
     Args:
-        rho: the radius, as of :class:`flatmin.SAM`.
+        rho: the radius, as of :class:`flatmin.SAM`; "auto" measures it on the first eight batches, as
+            :func:`flatmin.suggest_rho` does, at one more gradient in each of these steps.
         part: the share of each batch that SAM is applied to; the rest takes a plain pass, so that a step costs
             1 + part passes. Batches must be a tensor, or a tuple, list or dict of tensors; ``training_step`` must
             return the mean loss. What it logs comes from the rest.
@@ -45,10 +46,11 @@ class SAMCallback(pl.Callback):
             automatic optimization, an optimizer that is a SAM already, FSDP1, DeepSpeed.
     """
 
-    def __init__(self, rho: float = 0.05, *, part: float = 1.0, log: bool = True, **settings: Any) -> None:
-        self.settings = {"rho": rho, **settings}
-        self.part, self.log_metrics = part, log
-        check_settings(self.settings | {"part": part})
+    def __init__(
+        self, rho: float | Literal["auto"] = 0.05, *, part: float = 1.0, log: bool = True, **settings: Any
+    ) -> None:
+        self.settings = check_settings({"rho": rho, "part": part, **settings})
+        self.rho, self.part, self.log_metrics = rho, part, log
         self.optimizers: list[SAM] = []
         self._piece: Any | None = None  # what training_step sees in place of the batch
         self._is_silent = False  # training_step does not log
@@ -62,6 +64,8 @@ class SAMCallback(pl.Callback):
                 f"part={self.part} needs automatic optimization: with manual optimization, training_step decides which "
                 "examples each pass sees."
             )
+        if self.rho == "auto" and not automatic:
+            raise ValueError('rho="auto" needs automatic optimization. Use flatmin.suggest_rho, and pass a number.')
         self.optimizers = [self._wrap(opt, trainer.model, automatic) for opt in trainer.strategy.optimizers]
         trainer.strategy.optimizers = list(self.optimizers)  # the setter makes Lightning's wrappers
         if automatic:
@@ -70,7 +74,10 @@ class SAMCallback(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Compare the radius with the checkpoint's, which has been restored by now."""
         for sam in self.optimizers:
-            warn_if_rho_differs(sam, self.settings["rho"])
+            if self.rho == "auto":
+                self._search = RhoSearch(sam)
+            else:
+                warn_if_rho_differs(sam, self.settings["rho"])
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         """Log what the step measured."""
@@ -80,6 +87,8 @@ class SAMCallback(pl.Callback):
             suffix = f"_{i}" if len(self.optimizers) > 1 else ""
             pl_module.log(f"sharpness{suffix}", sam.metrics.sharpness)
             pl_module.log(f"grad_norm{suffix}", sam.metrics.grad_norm)
+            if self.rho == "auto":
+                pl_module.log(f"rho{suffix}", sam.rho)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Give the module its own methods back."""
@@ -127,34 +136,41 @@ class SAMCallback(pl.Callback):
         """Run SAM's passes; Lightning reads the outputs of ``training_step`` from its closure, those of w are left."""
         outputs = None
 
+        def run(piece: Any | None, silent: bool) -> Any:
+            self._piece, self._is_silent = piece, silent
+            try:
+                loss = closure()
+            finally:
+                self._piece, self._is_silent = None, False
+            if loss is None:
+                raise _BatchSkippedError
+            return loss
+
         def pass_on(piece: Any | None, silent: bool = False) -> RecordedPass:
-            def run() -> Any:
+            def run_and_keep_outputs() -> Any:
                 nonlocal outputs
-                self._piece, self._is_silent = piece, silent or recorded.is_repeated
-                try:
-                    loss = closure()
-                finally:
-                    self._piece, self._is_silent = None, False
-                if loss is None:
-                    raise _BatchSkippedError
+                loss = run(piece, silent or recorded.is_repeated)
                 if not recorded.is_repeated:
                     outputs = closure._result
                 return loss
 
-            recorded = RecordedPass(run, recording_modules(pl_module))
+            recorded = RecordedPass(run_and_keep_outputs, modules)
             return recorded
 
+        modules = list(recording_modules(pl_module))
+        split = split_batch(self._batch, self.part, None) if self.part < 1 else None
+        part = None if split is None else split.micro_batches[0]
         try:
-            if self.part == 1 or not sam.needs_perturbed_pass:
+            if self.rho == "auto":
+                records = Records(modules)
+                scaler = getattr(pl_module.trainer.precision_plugin, "scaler", None)
+                self._search.measure(lambda: run(part, silent=True), scaler)
+                records.restore()
+            if split is None or split.rest is None or not sam.needs_perturbed_pass:
                 loss = sam.compute_gradient(pass_on(None))
             else:
-                split = split_batch(self._batch, self.part, None)
-                part, rest = split.micro_batches[0], split.rest
-                if rest is None:
-                    loss = sam.compute_gradient(pass_on(part))
-                else:
-                    passes = {"closure": pass_on(part, silent=True), "rest": pass_on(rest)}
-                    loss = sam.compute_gradient(**passes, weights=split.sizes)
+                passes = {"closure": pass_on(part, silent=True), "rest": pass_on(split.rest)}
+                loss = sam.compute_gradient(**passes, weights=split.sizes)
         except _BatchSkippedError:
             sam.zero_grad()
             return None

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from flatmin.core.batch_split import split_batch
-from flatmin.integrations.deferred_step import DeferredSAM, check_base, check_settings, warn_if_rho_differs
-from flatmin.integrations.records import RecordedPass
+from flatmin.integrations.deferred_step import DeferredSAM, RhoSearch, check_base, check_settings, warn_if_rho_differs
+from flatmin.integrations.records import RecordedPass, Records
 
 Inputs = Mapping[str, Any]
 _Trainer: Any = Trainer if TYPE_CHECKING else object
@@ -39,8 +39,9 @@ class SAMMixin(_Trainer):
     ``sam_grad_norm``, the norm of the gradient at w. ``grad_norm`` is that of SAM's gradient, which is clipped.
 
     Args:
-        sam: the settings of :class:`flatmin.SAM`, such as ``{"rho": 0.05, "p": 2}``, and ``part``: the share of
-            each micro-batch that SAM is applied to. Inputs must then be tensors of examples.
+        sam: the settings of :class:`flatmin.SAM`, such as ``{"rho": 0.05, "p": 2}``; ``"rho": "auto"`` measures the
+            radius in the first eight steps, as :func:`flatmin.suggest_rho` does, at one more gradient in each. And
+            ``part``: the share of each micro-batch that SAM is applied to. Inputs must then be tensors of examples.
 
     Raises:
         TypeError, ValueError: a setting that SAM does not take, DeepSpeed, or a trainer of TRL that samples
@@ -48,16 +49,17 @@ class SAMMixin(_Trainer):
     """
 
     def __init__(self, *args: Any, sam: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        self.sam_settings = dict(sam or {})
-        check_settings(self.sam_settings)
+        self.sam_settings = check_settings(sam or {})
+        self._part = (sam or {}).get("part", 1.0)
+        self._is_auto = (sam or {}).get("rho") == "auto"
         for kind in type(self).__mro__:
             if kind.__name__ in SAMPLING:
                 raise TypeError(
                     f"{kind.__name__} samples completions in every step, so SAM's second pass would not repeat the "
                     "first one. Use SAM with SFTTrainer, DPOTrainer or RewardTrainer, or a plain Trainer here."
                 )
-        self._part = self.sam_settings.pop("part", 1.0)
         self._micro_batches: list[Inputs] = []
+        self._search: RhoSearch | None = None
         super().__init__(*args, **kwargs)
         if getattr(self, "is_deepspeed_enabled", False):
             raise ValueError(
@@ -72,12 +74,14 @@ class SAMMixin(_Trainer):
         if not isinstance(getattr(base, "optimizer", base), DeferredSAM):
             check_base(base)
             self.optimizer = self.sam = DeferredSAM(base, **self.sam_settings)
+        self._search = None
         return self.optimizer
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         rho = self.sam.rho
         super()._load_optimizer_and_scheduler(checkpoint)
-        warn_if_rho_differs(self.sam, rho)
+        if not self._is_auto:
+            warn_if_rho_differs(self.sam, rho)
 
     def training_step(
         self, model: nn.Module, inputs: Inputs, num_items_in_batch: Tensor | int | None = None
@@ -103,17 +107,19 @@ class SAMMixin(_Trainer):
         def pass_on(pieces: list[_Piece], share: float) -> RecordedPass:
             return RecordedPass(lambda: self._run(model, pieces, num_items, share), [self])
 
-        if self._part == 1 or not self.sam.needs_perturbed_pass:
-            return self.sam.compute_gradient(
-                pass_on([_Piece(inputs, share=1.0) for inputs in micro_batches], share=1.0)
-            )
-        splits = [split_batch(dict(inputs), self._part, None) for inputs in micro_batches]
+        whole = [_Piece(inputs, share=1.0) for inputs in micro_batches]
+        splits = [split_batch(dict(inputs), self._part, None) for inputs in micro_batches if self._part < 1]
         parts = [_Piece(s.micro_batches[0], share=s.sizes[0] / sum(s.sizes)) for s in splits]
         rests = [_Piece(s.rest, share=s.sizes[1] / sum(s.sizes)) for s in splits if s.rest is not None]
         num_examples = [sum(s.sizes[0] for s in splits), sum(sum(s.sizes[1:]) for s in splits)]
-        part, rest = (count / sum(num_examples) for count in num_examples)
-        if not rests:
-            return self.sam.compute_gradient(pass_on(parts, part))
+        part, rest = (count / sum(num_examples) if rests else 1.0 for count in num_examples)
+        if self._is_auto:
+            self._search = self._search or RhoSearch(self.sam)
+            records = Records([self])
+            self._search.measure(lambda: self._run(model, parts or whole, num_items, part), self.accelerator.scaler)
+            records.restore()
+        if not rests or not self.sam.needs_perturbed_pass:
+            return self.sam.compute_gradient(pass_on(whole, 1.0))
         return self.sam.compute_gradient(pass_on(parts, part), rest=pass_on(rests, rest), weights=[part, rest])
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -121,6 +127,7 @@ class SAMMixin(_Trainer):
         if "loss" in logs and hasattr(self, "sam"):
             metrics = self.sam.metrics
             logs |= {"sharpness": metrics.sharpness.item(), "sam_grad_norm": metrics.grad_norm.item()}
+            logs |= {"rho": self.sam.rho} if self._is_auto else {}
         super().log(logs, *args, **kwargs)
 
     def _run(self, model: nn.Module, pieces: list["_Piece"], num_items: Any, share: float) -> Tensor:

@@ -71,7 +71,25 @@ def test_the_runs_name_says_what_it_is_and_has_no_slash():
     assert "/" not in name
 
 
+def test_radius_may_be_a_factor_of_the_suggested_one_and_has_one_name():
+    """1x is auto; the hashes of specs with a number are those of before."""
+    specs = {rho: Experiment(optim=Optim(rho=rho)) for rho in ("auto", "0.5x", "0.50x", "1x", "1.0x", "2.5e-1x", 0.5)}
+    assert specs["1x"] == specs["1.0x"] == specs["auto"]
+    assert specs["0.5x"].run_hash() == specs["0.50x"].run_hash() != specs[0.5].run_hash()
+    assert [specs[rho].optim.rho_factor for rho in ("auto", "0.5x", "2.5e-1x", 0.5)] == [1.0, 0.5, 0.25, None]
+    assert [specs[rho].optim.rho_number for rho in ("auto", "0.5x", 0.5)] == [1.0, 0.5, 0.5]
+    assert specs["2.5e-1x"].run_name(0).startswith("digits-wrn-16-2-sam0.25x-")
+    assert specs[0.5].run_hash() == "03f5b53c5b"
+    assert Experiment.from_json(specs["0.5x"].to_json()) == specs["0.5x"]
+
+
 BAD = [
+    (lambda: Optim(rho="0.5"), "optim.rho", "'0.5'", "auto, or a positive factor of it such as 0.5x"),
+    (lambda: Optim(rho="half"), "optim.rho", "'half'", "such as 0.5x"),
+    (lambda: Optim(rho="0x"), "optim.rho", "'0x'", "positive factor"),
+    (lambda: Optim(rho="infx"), "optim.rho", "'infx'", "positive factor"),
+    (lambda: Optim(rho="nanx"), "optim.rho", "'nanx'", "positive factor"),
+    (lambda: Optim(rho="auto", direction="momentum"), "optim.rho", "'auto'", "a number where direction is momentum"),
     (lambda: Data(name="cifar-10"), "data.name", "'cifar-10'", "Did you mean 'cifar10'?"),
     (lambda: Data(name="folder:"), "data.name", "'folder:'", "folder:PATH"),
     (lambda: Data(augment="flip"), "data.augment", "'flip'", "none, basic, cutout, autoaugment, imagenet"),

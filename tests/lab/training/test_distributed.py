@@ -86,6 +86,14 @@ def test_two_workers_with_an_eps_each_equal_one_process_with_m_half_the_batch(tw
     assert not all(torch.allclose(found[name], other[name], rtol=2e-3, atol=2e-4) for name in other)
 
 
+def test_two_workers_measure_the_radius_of_one_process_with_m_half_the_batch(tmp_path):
+    optim = Optim(rho="auto", lr=0.05)
+    two = torchrun(dataclasses.replace(EXPERIMENT, optim=optim, epochs=1), tmp_path / "two")
+    found = json.loads((two / "result.json").read_text())["metrics"]["rho"]
+    alone = train(dataclasses.replace(EXPERIMENT, optim=dataclasses.replace(optim, m=10), epochs=1), runs=tmp_path)
+    assert found == pytest.approx(alone.metrics["rho"], rel=1e-4)
+
+
 def test_the_result_of_two_workers_is_not_returned_to_one_process(two_workers):
     with pytest.raises(RunError, match="was trained by 2 workers, but now there is 1 worker"):
         train(EXPERIMENT, runs=two_workers.parent)

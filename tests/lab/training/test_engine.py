@@ -80,6 +80,7 @@ VARIANTS = {
     "asam-adamw": small(optim=Optim(name="adamw", lr=1e-3, rho=0.5, adaptive=0.01)),
     "random-direction": small(optim=Optim(rho=0.1, direction="random")),
     "shake-shake": small(model="shake-shake-8-2x4d", optim=Optim(rho=0.1)),
+    "measured-radius": small(model="wrn-10-1", optim=Optim(rho="0.5x", every=2, m=7)),
     "second-order": small(optim=Optim(rho=0.1, second_order=True, decay="loss")),
     "autoaugment": small(data=Data(train_size=60, batch_size=20, augment="autoaugment", cutout_size=3)),
 }

@@ -165,7 +165,7 @@ def _table(entries: Sequence[MethodResult]) -> Table:
             [
                 name,
                 "" if entry.chosen is None else f"{_cost(entry):g}",
-                "" if entry.chosen is None or entry.chosen.optim.rho == 0 else f"{entry.chosen.optim.rho:g}",
+                entry.chosen.optim.rho_text if entry.chosen is not None and entry.chosen.optim.uses_sam else "",
                 entry.replicas.cell("test_error", note=entry.edge_note),
                 entry.replicas.cell("train_error"),
                 share_of_gain(means, name) if known else "",

@@ -109,7 +109,7 @@ def tuned_rho(
     candidates = [replace(sgd, name=f"{item}/SAM", optim=replace(sgd.optim, rho=rho)) for rho in TUNED_RHOS]
     jobs = [tuning_job(e) for e in candidates]
     best = best_candidate(candidates, [job.record(known) for job in jobs])
-    return None if best is None else best.optim.rho, jobs
+    return None if best is None else best.optim.rho_number, jobs
 
 
 def curvature_seeds(scale: Scale) -> tuple[int, ...]:

@@ -223,5 +223,5 @@ class Experiment:
         if not 0 <= seed < 2**64:
             raise SpecError(f"seed must be at least 0 and below 2**64; got {seed}.")
         dataset = "folder" if self.data.name.startswith(FOLDER_PREFIX) else self.data.name
-        method = self.optim.name if self.optim.rho == 0 else f"sam{self.optim.rho:g}"
+        method = f"sam{self.optim.rho_text}" if self.optim.uses_sam else self.optim.name
         return f"{dataset}-{self.model.name.replace('/', '_')}-{method}-{self.run_hash()}-seed{seed}"

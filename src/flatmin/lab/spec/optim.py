@@ -13,6 +13,7 @@ SAM_ONLY: dict[str, Any] = {
     **{"p": 2.0, "part": 1.0, "ascent_part": 1.0, "every": 1, "weight": None},
 }
 """The fields of `Optim` that mean nothing without SAM, and their defaults."""
+AUTO = "auto"
 NO_SAM = "left alone where rho is 0: without SAM it has no meaning"
 
 
@@ -40,8 +41,9 @@ class Optim:
     """Mass of the target that is spread over all classes."""
     clip_norm: float | None = None
     """Clip the norm of the synchronized gradient of the base step (reference code: 5.0)."""
-    rho: float = 0.0
-    """SAM's neighborhood size (the paper's default is 0.05); 0 trains without SAM."""
+    rho: float | str = 0.0
+    """SAM's neighborhood size (the paper's default is 0.05); 0 trains without SAM; auto is what flatmin.suggest_rho
+    finds before the first step on training batches, and 0.5x is half of that."""
     p: float = 2.0
     """The norm of SAM's ball, in [1, inf]."""
     adaptive: float | None = None
@@ -69,9 +71,12 @@ class Optim:
     def __post_init__(self) -> None:
         """Check every field."""
         conform(self)
+        if isinstance(self.rho, str):
+            object.__setattr__(self, "rho", _factor_name(self.rho))  # one name for one factor, so that it is one run
         for name, check in (("rho", check_rho), ("p", check_p)):
+            value = getattr(self, name)
             try:
-                check(getattr(self, name))
+                check(value if isinstance(value, float) else 0.0)
             except ValueError as error:
                 raise SpecError(f"optim.{name}: {error}") from None
         one_ascent, ascent = self.ascent_steps == 1, self.direction == "gradient"
@@ -90,7 +95,8 @@ class Optim:
             ("warmup_epochs", self.warmup_epochs >= 0, "at least 0"),
             ("label_smoothing", 0 <= self.label_smoothing < 1, "in [0, 1)"),
             ("clip_norm", self.clip_norm is None or self.clip_norm > 0, "positive, or None"),
-            ("rho", self.rho <= 1e30, "at most 1e30"),
+            ("rho", self.rho_number <= 1e30, "at most 1e30"),
+            ("rho", self.rho_factor is None or self.direction != "momentum", "a number where direction is momentum"),
             ("adaptive", self.adaptive is None or 0 <= self.adaptive <= 1e6, "at least 0 and at most 1e6, or None"),
             ("ascent_steps", self.ascent_steps >= 1, "at least 1"),
             ("ascent_steps", one_ascent or self.p in (1, 2, math.inf), "1 where p is not 1, 2 or inf"),
@@ -107,7 +113,7 @@ class Optim:
             ("ascent_part", self.ascent_part == 1 or alone, "1 with part, every, weight, m or another ascent"),
             ("m", self.m is None or self.m >= 1, "at least 1, or None"),
             ("m", self.m is None or not self.sync_perturbation, "None where sync_perturbation is true"),
-            *((name, self.rho > 0 or getattr(self, name) == default, NO_SAM) for name, default in SAM_ONLY.items()),
+            *((name, self.uses_sam or getattr(self, name) == default, NO_SAM) for name, default in SAM_ONLY.items()),
             (
                 "second_order",
                 not self.second_order or exact,
@@ -115,3 +121,34 @@ class Optim:
                 "other than 2 and inf",
             ),
         )
+
+    @property
+    def uses_sam(self) -> bool:
+        """Whether steps are SAM's."""
+        return self.rho != 0
+
+    @property
+    def rho_factor(self) -> float | None:
+        """By what the suggested radius is multiplied; None if rho is a number."""
+        return None if isinstance(self.rho, float) else 1.0 if self.rho == AUTO else float(self.rho.removesuffix("x"))
+
+    @property
+    def rho_number(self) -> float:
+        """The radius, or the factor of the suggested one."""
+        return self.rho if isinstance(self.rho, float) else self.rho_factor or 1.0
+
+    @property
+    def rho_text(self) -> str:
+        """The radius in words: 0.05, auto, 0.5x."""
+        return f"{self.rho:g}" if isinstance(self.rho, float) else self.rho
+
+
+def _factor_name(rho: str) -> str:
+    """Return the shortest name of a factor: 0.5x for 0.50x, auto for 1x."""
+    try:
+        factor = 1.0 if rho == AUTO else float(rho.removesuffix("x")) if rho.endswith("x") else math.nan
+    except ValueError:
+        factor = math.nan
+    if not 0 < factor < math.inf:
+        raise SpecError(f"optim.rho must be a radius, auto, or a positive factor of it such as 0.5x; got {rho!r}.")
+    return AUTO if factor == 1 else f"{factor:.12g}x"

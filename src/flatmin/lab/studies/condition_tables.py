@@ -206,7 +206,7 @@ def setting_of(experiment: Experiment) -> str:
     """Return what methods choose, in brief."""
     optim = experiment.optim
     parts = [f"lr {optim.lr:g}", f"decay {optim.weight_decay:g}"]
-    parts += [f"rho {optim.rho:g}"] if optim.rho else []
+    parts += [f"rho {optim.rho_text}"] if optim.uses_sam else []
     parts += [f"m {optim.m}"] if optim.m is not None else []
     parts += [f"mixup {experiment.data.mixup:g}"] if experiment.data.mixup else []
     return ", ".join(parts)

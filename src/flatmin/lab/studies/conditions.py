@@ -102,7 +102,11 @@ class MethodResult:
     @property
     def edge_note(self) -> str | None:
         """Says that the best rho may lie outside of its grid; None if it does not seem to."""
-        return None if self.chosen is None else edge_note(self.chosen.optim.rho, [e.optim.rho for e, _ in self.tried])
+        return (
+            None
+            if self.chosen is None
+            else edge_note(self.chosen.optim.rho_number, [e.optim.rho_number for e, _ in self.tried])
+        )
 
     @property
     def incomplete_reason(self) -> str | None:

@@ -269,7 +269,7 @@ class Cosine(Measurement):
 
         size = self.num_examples or len(trained.dataset.train.labels)
         batch = trained.training_batches(size, batch_size=size)[0]
-        rho = trained.experiment.optim.rho if self.rho is None else self.rho
+        rho = trained.rho if self.rho is None else self.rho
         cosine = sam_update_cosine(trained.network, F.cross_entropy, batch, rho=rho, weight_decay=self.weight_decay)
         return {"cosine": cosine, "rho": rho, "num_examples": len(batch[1]), "weight_decay": self.weight_decay}, None
 

@@ -15,7 +15,7 @@ def fixes(optim: Optim, precision: str) -> list[str]:
         ['a smaller optim.lr than 3', 'optim.warmup_epochs']
     """
     advice = [f"a smaller optim.lr than {optim.lr:g}", "optim.warmup_epochs"]
-    advice += [f"a smaller optim.rho than {optim.rho:g}"] if optim.rho > 0 else []
+    advice += [f"a smaller optim.rho than {optim.rho_text}"] if optim.uses_sam else []
     advice += ["optim.clip_norm (the reference code has 5.0)"] if optim.clip_norm is None else []
     advice += ["precision float32"] if precision == "bfloat16" else []
     return advice

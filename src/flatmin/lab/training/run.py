@@ -29,6 +29,7 @@ from flatmin.lab.runs.inputs import check_inputs, image_fingerprint, weights_fin
 from flatmin.lab.runs.tensorboard import tensorboard, write_events
 from flatmin.lab.spec.experiment import Experiment
 from flatmin.lab.spec.fields import finite
+from flatmin.lab.training.auto_rho import suggestion
 from flatmin.lab.training.distributed import Workers
 from flatmin.lab.training.divergence import fixes
 from flatmin.lab.training.evaluation import evaluate, what_is_evaluated
@@ -104,10 +105,27 @@ class Run:
             self.network.load_state_dict(state["model"])
             self.stepper.optimizer.load_state_dict(state["optimizer"])
             self.progress = RunProgress.from_state(state, self.workers)
+        if self.experiment.optim.rho_factor is not None and self.experiment.epochs:
+            self.stepper.set_rho(self._suggested_rho() if content is None else self.progress.rho)
+            self.progress.rho = self.stepper.rho
         self.workers.on_main(self._write_start)
         if content is None and self.experiment.epochs:  # without training, the evaluation saves the one checkpoint
             self.save()
             self._keep_weights()
+
+    def _suggested_rho(self) -> float:
+        """Measure the radius of a run whose `optim.rho` is auto or a factor; exactly once, before the first step."""
+        self._set_training_mode()
+        try:
+            suggested = suggestion(self.stepper, self.pipeline.training(self.dataset.train, epoch=0))
+        except ValueError as error:
+            raise RunError(f"optim.rho is {self.experiment.optim.rho}: {error}") from error
+        return suggested.rho * self.experiment.optim.rho_number
+
+    def _set_training_mode(self) -> None:
+        self.network.train()
+        if self.experiment.model.freeze_batch_norm:
+            freeze_batch_norm(self.network)
 
     def _latest_checkpoint(self) -> bytes | None:
         copies = {"sgd": 2, "adamw": 3}[self.experiment.optim.name]  # the weights and the optimizer's averages
@@ -133,9 +151,7 @@ class Run:
             if self.experiment.epochs == 0:
                 self._evaluate_checkpoint(events)
             while not self._finished():
-                self.network.train()
-                if self.experiment.model.freeze_batch_norm:
-                    freeze_batch_norm(self.network)
+                self._set_training_mode()
                 clock.start()
                 for batch in self.pipeline.training(self.dataset.train, progress.epoch, start=progress.batch):
                     lr = learning_rate(self.experiment.optim, progress.step, self.num_steps, self.steps_per_epoch)
@@ -164,7 +180,8 @@ class Run:
 
     def _complete_epoch(self, events: Any, callback: Callback | None, examples_per_second: float, lr: float) -> None:
         """Evaluate, write the epoch's line, and start the next epoch."""
-        progress, sam = self.progress, self.experiment.optim.rho > 0
+        progress, optim = self.progress, self.experiment.optim
+        sam = optim.uses_sam
         num, loss, error, perturbed_loss, perturbed_error = self.workers.sum(progress.sums).tolist()
         metrics: Metrics = {
             "epoch": progress.epoch + 1,
@@ -176,6 +193,7 @@ class Run:
             "perturbed_error": perturbed_error / num if sam else None,
             "sharpness": (perturbed_loss - loss) / num if sam else None,
         }
+        metrics |= {} if optim.rho_factor is None else {"rho": progress.rho}
         progress.history.append(metrics)
         progress.epoch, progress.batch, progress.sums = progress.epoch + 1, 0, torch.zeros_like(progress.sums)
         evaluates = self._finished() or progress.epoch % self.experiment.evaluate_every == 0
@@ -279,6 +297,8 @@ class Run:
             raise ValueError(f"it does not hold the state of a run: {type(error).__name__} {error}") from error
         if (progress.epoch, progress.batch) != expected or len(progress.history) != progress.epoch:
             raise ValueError("its step, epoch and history do not fit together")
+        if self.experiment.optim.rho_factor is not None and not progress.rho > 0:
+            raise ValueError("it has no radius, which is measured before the first step")
         if progress.step > self.num_steps:
             raise ValueError(f"it is of step {progress.step}, and the run has only {self.num_steps} steps")
         if shapes != {name: tensor.shape for name, tensor in self.network.state_dict().items()}:

@@ -1,6 +1,7 @@
 """A session of a run: its progress, callback, clock, and the signals that may end it."""
 
 import json
+import math
 import signal
 import threading
 import time
@@ -31,11 +32,13 @@ class RunProgress:
     history: list[Metrics] = field(default_factory=list)
     sums: Tensor = field(default_factory=lambda: torch.zeros(5, dtype=torch.float64))
     """Of this worker in this epoch: examples, and over them loss, error, loss at w + eps, error at w + eps."""
+    rho: float = math.nan
+    """SAM's radius where it was measured before the first step."""
 
     def to_state(self, sums: Tensor) -> dict[str, Any]:
         """Return what a checkpoint holds of it, given the sums of all workers."""
         counts = {name: getattr(self, name) for name in self.COUNTS}
-        return {**counts, "history": json.dumps(self.history), "sums": sums}
+        return {**counts, "history": json.dumps(self.history), "sums": sums, "rho": self.rho}
 
     @classmethod
     def from_state(cls, state: dict[str, Any], workers: Workers) -> "RunProgress":
@@ -44,7 +47,9 @@ class RunProgress:
         if len(sums) != workers.count:  # with another number of workers, the main process takes it all
             sums = torch.cat([sums.sum(0, keepdim=True), sums.new_zeros(workers.count - 1, sums.shape[1])])
         counts = {name: state[name] for name in cls.COUNTS}
-        return cls(**counts, history=json.loads(state["history"]), sums=sums[workers.rank].to(workers.device))
+        rho = state.get("rho", math.nan)  # checkpoints of older versions have none
+        own = sums[workers.rank].to(workers.device)
+        return cls(**counts, history=json.loads(state["history"]), sums=own, rho=rho)
 
 
 class Callback(Protocol):

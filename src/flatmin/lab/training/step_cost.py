@@ -14,7 +14,7 @@ def passes_per_step(experiment: Experiment) -> float:
     A random direction needs no gradient at w, but batch norm needs a pass there for its statistics.
     """
     optim, model = experiment.optim, experiment.model
-    if optim.rho == 0:
+    if not optim.uses_sam:
         return 1
     if optim.second_order:
         return SECOND_ORDER_PASSES

@@ -79,10 +79,11 @@ class Stepper:
         self.statistics = normalization_statistics(network)
         self.optimizer = base_optimizer(self.optim, network)
         self.generator = torch.Generator(workers.device)
-        if self.optim.rho > 0 and not self.optim.second_order:
+        self.rho = self.optim.rho_number  # a factor until the radius is measured or read from a checkpoint
+        if self.optim.uses_sam and not self.optim.second_order:
             self.optimizer = SAM(
                 self.optimizer,
-                rho=self.optim.rho,
+                rho=self.rho,
                 p=self.optim.p,
                 adaptive=False if self.optim.adaptive is None else self.optim.adaptive,
                 ascent_steps=self.optim.ascent_steps,
@@ -92,6 +93,18 @@ class Stepper:
                 model=self.forward,
                 sync_perturbation=self.optim.sync_perturbation,
             )
+
+    def set_rho(self, rho: float) -> None:
+        """Set the radius that was measured, or read from a checkpoint."""
+        self.rho = rho
+        if isinstance(self.optimizer, SAM):
+            self.optimizer.rho = rho
+
+    def examples_per_eps(self, batch: Batch) -> int:
+        """Return how many of this worker's examples share a perturbation."""
+        part = _cut(batch, self.optim.part)[0] if self.optim.part < 1 else batch
+        part = _cut(part, self.optim.ascent_part)[0] if self.optim.ascent_part < 1 else part
+        return max(len(piece.examples) for piece in self._micro_batches(part))
 
     def _correction_weight(self) -> float | None:
         """Return the weight that keeps SAM's strength where only every k-th step has a correction."""
@@ -107,8 +120,8 @@ class Stepper:
         shared = 0 if self.optim.sync_perturbation else self.workers.rank
         self.generator.manual_seed(torch_seed(self.seed, Purpose.PERTURBATION, number, shared))
         if isinstance(self.optimizer, SAM) and self.optim.every > 1:
-            self.optimizer.rho = 0.0 if number % self.optim.every else self.optim.rho  # 0: a plain step
-        if self.optim.rho == 0:
+            self.optimizer.rho = 0.0 if number % self.optim.every else self.rho  # 0: a plain step
+        if not self.optim.uses_sam:
             measured = self._plain_step(batch)
         elif self.optim.second_order:
             measured = self._second_order_step(batch)
@@ -200,7 +213,7 @@ class Stepper:
             gradient = sam_gradient(
                 loss_fn,
                 dict(self.network.named_parameters()),
-                rho=self.optim.rho,
+                rho=self.rho,
                 p=self.optim.p,
                 ascent_steps=self.optim.ascent_steps,
                 direction="random" if self.optim.direction == "random" else "gradient",
@@ -217,13 +230,20 @@ class Stepper:
         """Leave the gradient of this worker's part of the loss in the parameters, or add it to what is there."""
         if not add:
             self.optimizer.zero_grad()
-        with autocast(self.precision, self.workers.device):
-            logits = self.forward(batch.inputs)
-        loss, error = loss_and_error(logits, batch, self.optim.label_smoothing)
+        loss, error = self._forward(batch)
         # Workers' gradients are averaged; a part with more examples counts more. SAM's eps does not see the factor.
         total = loss + self._decay(list(self.network.parameters()))
         (total if share == 1.0 else total * share).backward()  # type: ignore[no-untyped-call]
         return PassMetrics(loss.detach(), error)
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Return the training loss of some examples, with weight decay where it is part of the loss."""
+        return self._forward(batch)[0] + self._decay(list(self.network.parameters()))
+
+    def _forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        with autocast(self.precision, self.workers.device):
+            logits = self.forward(batch.inputs)
+        return loss_and_error(logits, batch, self.optim.label_smoothing)
 
     @torch.no_grad()
     def _measure(self, batch: Batch) -> PassMetrics:

@@ -20,7 +20,7 @@ from flatmin.lab.data.pipeline import Pipeline
 from flatmin.lab.errors import CorruptFileError, DataError, ModelError, RunError
 from flatmin.lab.models.build import build_model, input_statistics
 from flatmin.lab.runs.checkpoint import intact_file, latest_checkpoint, read_state
-from flatmin.lab.runs.directory import Result, is_finished, read_result, read_spec
+from flatmin.lab.runs.directory import Result, is_finished, last_metrics, read_result, read_spec
 from flatmin.lab.runs.environment import read_sessions
 from flatmin.lab.runs.inputs import IMAGES, WEIGHTS, check_inputs, image_fingerprint, weights_fingerprint
 from flatmin.lab.spec.datasets import DatasetInfo
@@ -55,6 +55,19 @@ class TrainedModel:
     dataset: Dataset
     pipeline: Pipeline
     origin: Origin
+
+    @property
+    def rho(self) -> float:
+        """SAM's radius: the spec's, or what the run measured before its first step.
+
+        Raises:
+            RunError: the run has not completed an epoch since then.
+        """
+        rho = self.experiment.optim.rho
+        measured = rho if isinstance(rho, float) else last_metrics(self.directory).get("rho")
+        if measured is None:
+            raise RunError(f"{self.directory} has no completed epoch, so its radius (optim.rho={rho}) is not recorded.")
+        return measured
 
     def at_epoch(self, epoch: int | None) -> "TrainedModel":
         """Return the model as it was after another epoch (the latest if None), with the same dataset.

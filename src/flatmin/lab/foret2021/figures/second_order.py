@@ -95,7 +95,7 @@ def cosines_of(experiment: Experiment) -> dict[int, Cosine]:
     optim, every = experiment.optim, experiment.evaluate_every
     decay = optim.weight_decay if optim.decay == "loss" else 0.0  # in the loss: both updates have the L2 term
     return {
-        epoch: Cosine(rho=optim.rho, num_examples=experiment.data.batch_size, weight_decay=decay, epoch=epoch)
+        epoch: Cosine(rho=optim.rho_number, num_examples=experiment.data.batch_size, weight_decay=decay, epoch=epoch)
         for epoch in range(every, experiment.epochs + 1, every)
     }
 

@@ -1,0 +1,48 @@
+"""The radius of a run whose ``optim.rho`` is auto or a factor: suggested by its own training batches."""
+
+from collections.abc import Iterable
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from flatmin import SAM, RhoSuggestion, suggest_rho
+from flatmin.lab.data.pipeline import Batch
+from flatmin.lab.data.randomness import Purpose, torch_seed
+from flatmin.lab.models.shake import true_gradient
+from flatmin.lab.training.steps import Stepper
+
+NUM_BATCHES = 8
+
+
+def suggestion(stepper: Stepper, batches: Iterable[Batch]) -> RhoSuggestion:
+    """Return what ``flatmin.suggest_rho`` finds on the first batches, with as many examples per eps as the run has.
+
+    The loss is the run's, with its augmentation, label noise, random layers and (``decay="loss"``) weight decay. All
+    workers find the same.
+
+    Raises:
+        ValueError: no radius follows from the loss or its gradient.
+    """
+    optim, taken = stepper.optim, list(islice(batches, NUM_BATCHES))
+    # An optimizer of its own, because SAM keeps its radius in the parameter groups.
+    opt = SAM(
+        torch.optim.SGD(stepper.network.parameters(), lr=0.0),
+        p=optim.p,
+        adaptive=False if optim.adaptive is None else optim.adaptive,
+        model=stepper.forward,
+        sync_perturbation=optim.sync_perturbation,
+    )
+
+    def loss_fn(rows: Tensor) -> Tensor:
+        (number, start), (_, last) = rows[0].tolist(), rows[-1].tolist()
+        return stepper.loss(taken[number].slice(start, last + 1))
+
+    # Rows (batch, example) stand for the examples, which are more than tensors where there is Mixup.
+    rows = [
+        torch.stack([torch.full((len(b.examples),), n), torch.arange(len(b.examples))], 1) for n, b in enumerate(taken)
+    ]
+    # As in step 0; all of this is put back.
+    torch.manual_seed(torch_seed(stepper.seed, Purpose.NETWORK_NOISE, 0, stepper.workers.rank))
+    with true_gradient(stepper.network):
+        return suggest_rho(opt, loss_fn, rows, m=stepper.examples_per_eps(taken[0]), num_batches=NUM_BATCHES)
