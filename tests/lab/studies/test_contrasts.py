@@ -1,20 +1,14 @@
 """From runs to evidence: pairs by seed, Holm's correction, and what is said of a claim."""
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy import stats
 
-from flatmin.lab.runs.directory import Result
-from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
+from flatmin.lab.runs.record import RunRecord
 from flatmin.lab.studies.contrasts import Contrast, Family
-from flatmin.lab.studies.replicas import RecordingRunner, Replicas
-from flatmin.lab.sweeps.jobs import Job, Measurement, Outcome
-
-EXPERIMENT = Experiment(data=Data(train_size=50), model=Model(name="cnn-2"), optim=Optim(), epochs=2)
-SHARPNESS = Measurement(kind="sharpness")
+from flatmin.lab.studies.replicas import Replicas
 
 
 def contrast(lower, higher, num_asked=1):
@@ -36,14 +30,10 @@ def judge(claim, contrasts):
 ONE_PAIR = contrast({0: 1.0}, {0: 2.0})
 
 
-def outcome(seed, errors=(0.2,), measured=True):
-    """A run with a test error after each epoch, of which the sharpness is wanted; None: it is not there."""
-    job = Job(experiment=EXPERIMENT, seed=seed, measurements=(SHARPNESS,))
-    if errors is None:
-        return Outcome(job=job)
+def run(seed, *errors):
+    """A run with a test error after each epoch; without any it is missing."""
     history = [{"epoch": epoch, "test_error": error} for epoch, error in enumerate(errors, start=1)]
-    result = Result(experiment=EXPERIMENT, seed=seed, directory=Path(job.name), history=history, time_seconds=1.0)
-    return Outcome(job=job, result=result, measured={SHARPNESS: {}} if measured else {})
+    return RunRecord(name=f"seed{seed}", state="finished" if errors else "missing", seed=seed, history=history)
 
 
 def test_pairs_are_those_of_the_seeds_that_both_have():
@@ -105,20 +95,20 @@ def test_missing_comparison_of_the_family_counts_as_not_rejected(p_values, num_w
         assert said == (status == "not tested")
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_no_verdict_changes_as_runs_arrive(seed):
-    rng = np.random.default_rng(seed)
-    contrasts = [with_p(p, sign=rng.choice([-1, 1])) for p in 10 ** rng.uniform(-4, -1, size=6)]
-    order = rng.permutation(6)
-    known = {}
-    for num_there in range(7):
-        there = set(order[:num_there].tolist())
-        family = Family([c if n in there else WAITING for n, c in enumerate(contrasts)])
-        for n in there:
-            status = family.status(contrasts[n])
-            assert known.get(n, "not tested") in ("not tested", status)
-            known[n] = status
-    assert "not tested" not in known.values()
+def test_no_verdict_changes_as_runs_arrive():
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        contrasts = [with_p(p, sign=rng.choice([-1, 1])) for p in 10 ** rng.uniform(-4, -1, size=6)]
+        order = rng.permutation(6)
+        known = {}
+        for num_there in range(7):
+            there = set(order[:num_there].tolist())
+            family = Family([c if n in there else WAITING for n, c in enumerate(contrasts)])
+            for n in there:
+                status = family.status(contrasts[n])
+                assert known.get(n, "not tested") in ("not tested", status), seed
+                known[n] = status
+        assert "not tested" not in known.values()
 
 
 def test_verdict_has_the_numbers_it_was_judged_by():
@@ -128,10 +118,6 @@ def test_verdict_has_the_numbers_it_was_judged_by():
     assert (first.p_value, first.p_holm, second.p_holm) == pytest.approx((0.01, 0.03, 0.08))
     assert (first.baseline, first.quantity, first.num_pairs) == (50.0, "error, %", 5)
     assert first.difference.mean == pytest.approx(-stats.t.isf(0.005, 4) * stats.sem([-2, -1, 0, 1, 2]))
-
-
-def test_baseline_of_comparison_is_the_mean_over_its_pairs():
-    assert contrast({0: 4.0, 2: 1.0}, {3: 9.0, 2: 2.0, 0: 7.0}).comparison(0.5).baseline == 4.5
 
 
 def test_comparisons_are_corrected_together():
@@ -147,43 +133,25 @@ def test_comparisons_are_corrected_together():
 
 
 def test_numbers_are_in_percent_and_those_that_are_not_finite_are_left_out():
-    outcomes = [outcome(0, [0.5, 0.25]), outcome(1, [math.inf]), outcome(2, None), outcome(3, [0.5, 0.75])]
-    replicas = Replicas("SAM", outcomes)
+    replicas = Replicas("SAM", [run(0, 0.5, 0.25), run(1, math.inf), run(2), run(3, 0.5, 0.75)])
     assert replicas.by_seed("test_error") == {0: 25.0, 3: 75.0}
     cell = replicas.cell("test_error")
     assert cell.values == (25.0, 75.0)
     assert cell.measured.mean == 50.0
-    assert cell.runs == (outcomes[0].job.name, outcomes[3].job.name)
+    assert cell.runs == ("seed0", "seed3")
 
 
 def test_curves_are_means_over_replicas_in_percent():
-    replicas = Replicas("SAM", [outcome(0, [0.5, 0.25]), outcome(1, [0.75, 0.25])])
+    replicas = Replicas("SAM", [run(0, 0.5, 0.25), run(1, 0.75, 0.25)])
     (series,) = replicas.along_training("test error", lambda line: line["test_error"])
     assert series.name == "test error"
     assert (series.x, series.y) == ([1.0, 2.0], [62.5, 25.0])
     assert series.half_width == pytest.approx([stats.t.ppf(0.975, 1) * stats.sem([50.0, 75.0]), 0.0])
-    (alone,) = Replicas("SAM", [outcome(0)]).along_training("SAM", lambda line: line["test_error"])
+    (alone,) = Replicas("SAM", [run(0, 0.2)]).along_training("SAM", lambda line: line["test_error"])
     assert math.isnan(alone.half_width[0])  # one replica has no interval, not one of width 0
 
 
-def test_a_run_is_missing_until_it_is_measured_in_full():
-    unmeasured = [outcome(seed, measured=False) for seed in (1, 2)]
-    diverged = Outcome(job=outcome(3).job, failure="diverged")
-    found = [outcome(0), *unmeasured, diverged, outcome(4, None)]
-
-    class Lab:
-        def outcomes(self, jobs, what):
-            return found
-
-    recorder = RecordingRunner(Lab())
-    assert recorder.outcomes([one.job for one in found], "") == found
-    assert recorder.num_missing == 3
-    assert recorder.runs == tuple(one.job.name for one in found)
-    assert recorder.complete_runs == (found[0].job.name, diverged.job.name)
-    assert recorder.notes == (f"{diverged.job.name} failed: diverged",)
-
-
-def test_a_difference_from_nothing_has_no_baseline_to_be_a_share_of():
+def test_baseline_of_a_comparison_is_the_mean_over_its_pairs_and_none_for_a_difference_from_nothing():
+    assert contrast({0: 4.0, 2: 1.0}, {3: 9.0, 2: 2.0, 0: 7.0}).comparison(0.5).baseline == 4.5
     gains = {0: -8.0, 1: -9.0, 2: -10.0}
     assert math.isnan(contrast(dict.fromkeys(gains, 0.0), gains).comparison(p_holm=0.01).baseline)
-    assert contrast(gains, {0: 8.0, 1: 9.0, 2: 10.0}).comparison(p_holm=0.01).baseline == 9.0

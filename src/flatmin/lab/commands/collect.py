@@ -1,6 +1,7 @@
 """``flatmin collect RUNS RESULTS``: finished runs become evidence in git, one line each."""
 
 import json
+import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,6 +58,7 @@ class Collect:
         study = {"items": items, "scale": scale, "title": title}
         write_atomic(self.results / STUDY_FILE, json.dumps(study, indent=1) + "\n")
         known = Records(self.results)
+        shutil.rmtree(self.results / "figures", ignore_errors=True)  # some may have other names now
         page = write_report(
             [describe(item, scale, known) for item in named], known=known, out=self.results, title=title, html=False
         )
@@ -68,9 +70,9 @@ class Collect:
         Raises:
             RunError: there are such runs.
         """
-        commits = {str(session.get("commit") or "") for record in records for session in record.sessions}
-        unknown = {commit for commit in commits if not _is_known(commit, self.results)}
-        names = [r.name for r in records if any(str(s.get("commit") or "") in unknown for s in r.sessions)]
+        commits = {r.name: {str(s.get("commit") or "(none)") for s in r.sessions or [{}]} for r in records}
+        unknown = {commit for commit in set().union(*commits.values()) if not _is_known(commit, self.results)}
+        names = [name for name, own in commits.items() if own & unknown]
         if names and not self.allow_unknown_code:
             more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
             raise RunError(

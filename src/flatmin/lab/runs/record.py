@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from flatmin.lab.errors import CorruptFileError, RunError
+from flatmin.lab.errors import CorruptFileError, RunError, SpecError
 from flatmin.lab.runs.directory import (
     Metrics,
     is_finished,
@@ -169,7 +169,7 @@ def read_records(results: Path) -> dict[str, RunRecord]:
         environments = json.loads((results / ENVIRONMENTS_FILE).read_bytes())
         lines = [json.loads(line) for line in file.read_bytes().splitlines()]
         return {line["name"]: _record(line, environments) for line in lines}
-    except (OSError, ValueError, RecursionError, KeyError, IndexError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError, SpecError) as error:
         raise CorruptFileError(file, error, "Restore it, or collect the runs again.") from None
 
 
