@@ -4,14 +4,14 @@ import dataclasses
 
 import pytest
 import tyro
+from flatmin.lab.foret2021.cost import disk_bytes, model_flops, training_flops
+from flatmin.lab.studies.plan import plan
 
 from flatmin.cli import main
 from flatmin.lab.commands.plan import gpu_hours, train_flags
-from flatmin.lab.foret2021.cost import disk_bytes, model_flops, training_flops
 from flatmin.lab.foret2021.items import ITEMS
 from flatmin.lab.models.build import build_model
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
-from flatmin.lab.studies.plan import plan
 from flatmin.lab.sweeps.jobs import Job
 
 TINY = Experiment(data=Data(train_size=100), model=Model(name="cnn-2"), optim=Optim(rho=0.1), epochs=3)

@@ -6,6 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from flatmin.lab.studies.item import Item
+from flatmin.lab.studies.plan import plan, with_all_missing
+from flatmin.lab.sweeps.runners import ReadOnlyRunner
 
 import sweep_process
 from flatmin.cli import main
@@ -15,13 +18,10 @@ from flatmin.lab.foret2021.items import ITEMS
 from flatmin.lab.foret2021.scales import smoke
 from flatmin.lab.spec.experiment import Data, Experiment, Model
 from flatmin.lab.studies.findings import Findings
-from flatmin.lab.studies.item import Item
-from flatmin.lab.studies.plan import plan, with_all_missing
 from flatmin.lab.sweeps import preflight as inputs_module
 from flatmin.lab.sweeps import sweep
 from flatmin.lab.sweeps.jobs import Job
 from flatmin.lab.sweeps.preflight import Inputs
-from flatmin.lab.sweeps.runners import ReadOnlyRunner
 
 pytestmark = pytest.mark.usefixtures("nothing_outside")
 

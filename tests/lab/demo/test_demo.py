@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+from flatmin.lab.sweeps.runners import ReadOnlyRunner
 from rich.console import Console
 
 from flatmin.lab.commands.demo import Demo, print_results
@@ -19,7 +20,6 @@ from flatmin.lab.studies.contrasts import Contrast
 from flatmin.lab.studies.findings import Cell, LineFigure, SurfaceFigure
 from flatmin.lab.sweeps.jobs import Measurement
 from flatmin.lab.sweeps.run_job import run_job
-from flatmin.lab.sweeps.runners import ReadOnlyRunner
 
 
 class InProcess:

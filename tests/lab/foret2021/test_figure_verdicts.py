@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from flatmin.lab.studies.plan import planned_jobs
+from flatmin.lab.sweeps.runners import DryRunner
 
 from flatmin.lab.foret2021.figures.predictive import PGDL, ZOOS, better_predictor
 from flatmin.lab.foret2021.item_findings import SPREADS
@@ -15,9 +17,7 @@ from flatmin.lab.foret2021.items import ITEMS as ALL_ITEMS
 from flatmin.lab.runs.directory import Result
 from flatmin.lab.studies.conditions import TUNING_SEED
 from flatmin.lab.studies.findings import Cell, Comparison
-from flatmin.lab.studies.plan import planned_jobs
 from flatmin.lab.sweeps.jobs import Outcome
-from flatmin.lab.sweeps.runners import DryRunner
 
 ITEMS = {name: ALL_ITEMS[name] for name in FIGURES}
 

@@ -7,6 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch.nn.functional as F
+from flatmin.lab.studies.item import SCALES
+from flatmin.lab.studies.plan import plan, planned_jobs, with_all_missing
+from flatmin.lab.sweeps.runners import DryRunner, ReadOnlyRunner
 from image_passes import cost, model_flops, num_models, weighted_cost
 
 from flatmin.lab.foret2021 import settings
@@ -16,13 +19,10 @@ from flatmin.lab.foret2021.scales import CUTS
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
 from flatmin.lab.studies.conditions import TUNING_SEED
 from flatmin.lab.studies.findings import Cell, Comparison, LineFigure, SurfaceFigure
-from flatmin.lab.studies.item import SCALES
-from flatmin.lab.studies.plan import plan, planned_jobs, with_all_missing
 from flatmin.lab.sweeps.jobs import Job, Outcome, read_outcome
 from flatmin.lab.sweeps.measurements import measurement_settings
 from flatmin.lab.sweeps.progress import passes
 from flatmin.lab.sweeps.run_job import run_job
-from flatmin.lab.sweeps.runners import DryRunner, ReadOnlyRunner
 from flatmin.lab.training.trained_model import load_trained
 from flatmin.measures import sam_update_cosine
 

@@ -7,8 +7,9 @@ import csv
 import io
 from pathlib import Path
 
-from flatmin.lab.foret2021.items import ITEMS
 from flatmin.lab.studies.plan import planned_jobs
+
+from flatmin.lab.foret2021.items import ITEMS
 
 TABLE = Path(__file__).with_name("paper_scale.csv")
 WITHOUT_RUNS = ("predictive", "error-reduction")  # other people's networks; the runs of four tables

@@ -1,6 +1,8 @@
 """The paper's settings: complete, usable, and each with its source."""
 
 import pytest
+from flatmin.lab.studies.plan import planned_jobs
+from flatmin.lab.sweeps.runners import DryRunner
 
 from flatmin.lab.data.label_noise import validation_split
 from flatmin.lab.data.pipeline import epoch_batches
@@ -15,8 +17,6 @@ from flatmin.lab.spec.datasets import DATASETS
 from flatmin.lab.spec.experiment import Data, Experiment, Model
 from flatmin.lab.spec.models import check_model_name
 from flatmin.lab.studies.conditions import run_conditions
-from flatmin.lab.studies.plan import planned_jobs
-from flatmin.lab.sweeps.runners import DryRunner
 
 TRAININGS = [
     *settings.CIFAR.values(),

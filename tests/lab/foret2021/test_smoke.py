@@ -3,13 +3,13 @@
 import json
 
 import pytest
+from flatmin.lab.studies.item import SCALES
+from flatmin.lab.studies.plan import planned_jobs
+from flatmin.lab.sweeps.runners import ReadOnlyRunner
 
 from flatmin.cli import main
 from flatmin.lab.foret2021.items import ITEMS
 from flatmin.lab.studies.findings import Cell, Comparison
-from flatmin.lab.studies.item import SCALES
-from flatmin.lab.studies.plan import planned_jobs
-from flatmin.lab.sweeps.runners import ReadOnlyRunner
 
 TABLES = ("table1", "imagenet", "fine-tuning", "label-noise", "svhn-fashion", "noise-and-rho", "rho-0.05")
 

@@ -12,6 +12,7 @@ from functools import partial
 
 import psutil
 import pytest
+from flatmin.lab.sweeps.runners import ReadOnlyRunner
 from rich.console import Console
 
 import sweep_process
@@ -27,7 +28,6 @@ from flatmin.lab.sweeps.jobs import Job, Measurement, read_outcome
 from flatmin.lab.sweeps.local_pool import LocalPool, Shares, machine_shares
 from flatmin.lab.sweeps.progress import SweepProgress
 from flatmin.lab.sweeps.run_job import JobStatus, describe_death
-from flatmin.lab.sweeps.runners import ReadOnlyRunner
 from flatmin.lab.sweeps.scheduler import JobScheduler
 from flatmin.lab.sweeps.sweep import Sweeper, run_job, sweep
 from flatmin.lab.training.engine import train

@@ -11,11 +11,12 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from flatmin.lab.commands.report import STUDY_FILE, items_named, read_study
+from flatmin.lab.commands.report import STUDY_FILE, described, items_named, read_study
 from flatmin.lab.errors import RunError, SpecError
 from flatmin.lab.runs.json_files import storing, write_atomic
 from flatmin.lab.runs.record import Records, RunRecord, all_records, write_records
-from flatmin.lab.studies.study import Scale, describe, planned_jobs
+from flatmin.lab.studies.registered_plan import PLAN_FILE, read_plan
+from flatmin.lab.studies.study import Scale, planned_jobs
 from flatmin.lab.sweeps.sweep import unite
 
 SHOWN_NAMES = 5
@@ -55,13 +56,12 @@ class Collect:
         with storing(self.results, "Choose another directory."):
             self.results.mkdir(parents=True, exist_ok=True)
         write_records(self.results, kept, {name: job.curves for name, job in jobs.items()})
-        study = {"items": items, "scale": scale, "title": title}
+        study = {"items": items, "scale": scale, "title": title, "plans": plan_commits(self.results)}
         write_atomic(self.results / STUDY_FILE, json.dumps(study, indent=1) + "\n")
-        known = Records(self.results)
         shutil.rmtree(self.results / "figures", ignore_errors=True)  # some may have other names now
-        page = write_report(
-            [describe(item, scale, known) for item in named], known=known, out=self.results, title=title, html=False
-        )
+        known = Records(self.results)
+        found = described(named, scale, known, self.results)
+        page = write_report(found, known=known, out=self.results, title=title, html=False)
         console.print(f"{len(kept)} of {len(jobs)} runs are in {self.results}. The report: {page}")
 
     def _check_code(self, records: Sequence[RunRecord]) -> None:
@@ -82,11 +82,27 @@ class Collect:
             )
 
 
+def plan_commits(results: Path) -> dict[str, str]:
+    """Return the commit that registered each item of RESULTS/plan.json; items that are not in git are left out."""
+    commits = {}
+    for name in read_plan(results)[0]:
+        # The first commit that added the item's name to the file.
+        words = ("log", "--reverse", "--format=%H", f'-S"{name}": {{', "--", PLAN_FILE)
+        found = _git(results, *words).splitlines()
+        if found:
+            commits[name] = found[0]
+    return commits
+
+
 def _is_known(commit: str, repository: Path) -> bool:
     """Return whether a commit is in the history of the repository that a directory is in."""
     directory = next(path for path in (repository.absolute(), *repository.absolute().parents) if path.is_dir())
-    command = ["git", "-C", str(directory), "merge-base", "--is-ancestor", commit, "HEAD"]
+    return commit.isalnum() and _git(directory, "merge-base", commit, "HEAD").strip() == commit
+
+
+def _git(directory: Path, *words: str) -> str:
     try:
-        return commit.isalnum() and subprocess.run(command, capture_output=True, check=False).returncode == 0
+        command = ["git", "-C", str(directory), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout
     except OSError:
-        return False
+        return ""

@@ -14,6 +14,7 @@ from flatmin.lab.errors import CorruptFileError, SpecError
 from flatmin.lab.runs.record import Records, all_records
 from flatmin.lab.spec.fields import did_you_mean
 from flatmin.lab.studies.findings import Findings
+from flatmin.lab.studies.registered_plan import with_plan
 from flatmin.lab.studies.study import SCALES, Item, Scale, describe
 
 STUDY_FILE = "study.json"
@@ -42,15 +43,24 @@ class Report:
         items, scale, title = (self.items, self.scale, self.title) if self.items else read_study(self.runs)
         if not items:
             known = all_records(self.runs)
-            described, out = [describe_runs(known)], self.out or self.runs / "report"
+            found, out = [describe_runs(known)], self.out or self.runs / "report"
         else:
             known = Records(self.runs)
-            described = [describe(item, scale, known) for item in items_named(items)]
+            found = described(items_named(items), scale, known, self.runs)
             out = self.out or self.runs / f"report-{scale}"
-        page = write_page(described, known, out, self.title or title)
-        for findings in described:
+        page = write_page(found, known, out, self.title or title)
+        for findings in found:
             print_verdicts(findings, console)
         console.print(f"The page: {page}")
+
+
+def described(items: Sequence[Item], scale: Scale, known: Records, results: Path) -> list[Findings]:
+    """Return what items found, with their registered plans if RESULTS has any."""
+    try:
+        commits = json.loads((results / STUDY_FILE).read_bytes()).get("plans", {})
+    except FileNotFoundError:
+        commits = {}
+    return [with_plan(describe(item, scale, known), item, known, results, commits) for item in items]
 
 
 def read_study(results: Path) -> tuple[tuple[str, ...], Scale, str]:

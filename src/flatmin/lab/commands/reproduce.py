@@ -2,6 +2,7 @@
 
 import difflib
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,8 @@ from flatmin.lab.commands.items import ITEMS
 from flatmin.lab.commands.plan import print_plan
 from flatmin.lab.commands.report import items_named, print_verdicts, write_page
 from flatmin.lab.errors import DataError, InterruptedRun, ModelError, SpecError
-from flatmin.lab.runs.record import Records
+from flatmin.lab.runs.record import Records, read_records
+from flatmin.lab.studies.registered_plan import PLAN_FILE, Change, plan_of, read_plan, register
 from flatmin.lab.studies.study import Item, Scale, describe, is_meant, missing_jobs, planned_jobs, run_study
 from flatmin.lab.sweeps.jobs import Job
 from flatmin.lab.sweeps.preflight import Inputs
@@ -55,6 +57,16 @@ class Reproduce:
     """Run nothing: print how many models, image passes, FLOPs, GPU hours and bytes it takes, and the commands."""
     images_per_second: float | None = None
     """For --plan: how many images one device trains per second, for a WRN-28-10 on CIFAR-10 without SAM."""
+    write: Path | None = None
+    """For --plan: register the plan in this directory (plan.json); commit it before the first run."""
+    what: str = ""
+    """For --write, if a registered plan changes: what changes."""
+    why: str = ""
+    """... and why."""
+    known: str = ""
+    """... and what is known of the results by then."""
+    collected: Path | None = None
+    """Runs that are in RESULTS/runs.jsonl (`flatmin collect`) are not repeated."""
 
     def run(self, console: Console) -> None:
         """Run the items, one after the other, and write the page on all of them."""
@@ -65,11 +77,15 @@ class Reproduce:
         speed = self.images_per_second
         if speed is not None and not (self.plan and 0 < speed < math.inf):
             raise SpecError(f"--images-per-second must be positive, and goes with --plan; got {speed}.")
-        chosen, known = items_named(self.items), Records(self.runs)
+        if self.write is not None and not self.plan:
+            raise SpecError(f"--write {self.write} goes with --plan: nothing is run while a plan is registered.")
+        chosen, known = items_named(self.items), self._records()
         plans = {item.name: planned_jobs(item, self.scale, known).values() for item in chosen}
         missing = {name: missing_jobs(jobs, known, self.only) for name, jobs in plans.items()}
         if self.plan:
             print_plan(missing, self.scale, speed, console)
+            if self.write is not None:
+                self._register(chosen, self.write, console)
             return
         self._check_only([job for jobs in plans.values() for job in jobs])
         skipped = self._cannot_run(missing)
@@ -103,7 +119,7 @@ class Reproduce:
                         continue
                     print_verdicts(describe(item, self.scale, known), console)
         except InterruptedRun:
-            known = Records(self.runs)  # with what the last sweep has finished
+            known = self._records()  # with what the last sweep has finished
             raise
         finally:
             if shown:
@@ -115,6 +131,23 @@ class Reproduce:
         if skipped:
             reasons = "\n".join(dict.fromkeys(map(str, skipped.values())))
             raise DataError(f"What {', '.join(skipped)} needed was not there; all else was run.\n{reasons}")
+
+    def _records(self) -> Records:
+        known = Records(self.runs)
+        if self.collected is not None:
+            known |= {name: r for name, r in read_records(self.collected).items() if known[name].state == "missing"}
+        return known
+
+    def _register(self, items: Sequence[Item], results: Path, console: Console) -> None:
+        registered, _ = read_plan(results)
+        plans = {item.name: plan_of(item, self.scale) for item in items}
+        changes = [
+            Change(item=name, date=time.strftime("%Y-%m-%d"), what=self.what, why=self.why, known=self.known)
+            for name, plan in plans.items()
+            if registered.get(name, plan) != plan and self.what and self.why and self.known
+        ]
+        written = register(results, plans, changes)
+        console.print(f"Registered in {results / PLAN_FILE}: {', '.join(written) or 'nothing new'}.")
 
     def _check_only(self, jobs: Sequence[Job]) -> None:
         """Raise a SpecError if ``only`` means no run of any item."""

@@ -83,19 +83,24 @@ def table_findings(
     entries: Sequence[MethodResult],
     further: Further = (),
     more: Sequence[Table] = (),
+    rules: Sequence[str] = (),
     **shape: Any,
 ) -> Findings:
     """Return what the conditions of a table show.
 
-    ``further`` are claims on several conditions; ``more`` are tables that follow; ``shape`` are the other arguments of
-    `condition_tables`.
+    ``further`` are claims on several conditions, ``more`` tables that follow, ``rules`` the protocol's; ``shape`` are
+    the other arguments of `condition_tables`.
     """
     claims = CLAIMS[item]
     given = HYPERPARAMETERS[item] if scale == "paper" else ()
     shown = condition_tables(entries, claims, scale, hyperparameters=given, further=further, **shape)
     said = [f'The paper says: "{s.claim}" {s.own_numbers}' for s in claims.statements]
     found = findings(item, scale, **shown)
-    return replace(found, tables=[*found.tables, *more], notes=[*said, *found.notes])
+    return replace(found, tables=[*found.tables, *more], notes=[*said, *found.notes], rules=_rules(item, scale, rules))
+
+
+def _rules(item: str, scale: Scale, rules: Sequence[str]) -> list[str]:
+    return [*rules, *power_note(item, scale)] if rules else []
 
 
 def table_item(

@@ -7,7 +7,6 @@ their training set, so that what is measured is generalization.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from flatmin.lab.foret2021.settings import DROP_LAST, Training
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
 from flatmin.lab.studies.conditions import SEEDS, best_candidate, tuning_job
 from flatmin.lab.studies.study import Known, Scale
@@ -92,20 +91,20 @@ TUNED_RHOS = (0.05, 0.1, 0.2)
 """What landscapes and spectra choose from, on a laptop."""
 
 
-def sam_rho(scale: Scale, paper: Training) -> float:
+def sam_rho(scale: Scale, paper: Experiment) -> float:
     """Return SAM's rho where the figure is not about it."""
-    return paper.rho if scale == "paper" else LAPTOP_RHO
+    return paper.optim.rho_number if scale == "paper" else LAPTOP_RHO
 
 
 def tuned_rho(
-    known: Known, item: str, scale: Scale, paper: Training, sgd: Experiment
+    known: Known, item: str, scale: Scale, paper: Experiment, sgd: Experiment
 ) -> tuple[float | None, list[Job]]:
     """Return SAM's rho and the runs that choose it: the paper's at its own scale, else the best on validation.
 
     It is None while the runs are missing.
     """
     if scale == "paper":
-        return paper.rho, []
+        return paper.optim.rho_number, []
     candidates = [replace(sgd, name=f"{item}/SAM", optim=replace(sgd.optim, rho=rho)) for rho in TUNED_RHOS]
     jobs = [tuning_job(e) for e in candidates]
     best = best_candidate(candidates, [job.record(known) for job in jobs])
@@ -117,24 +116,18 @@ def curvature_seeds(scale: Scale) -> tuple[int, ...]:
     return tuple(range(NUM_CURVATURE_REPLICAS)) if scale == "laptop" else replica_seeds(scale)
 
 
-def start(scale: Scale, paper: Training, *, rho: float, dataset: str = "cifar10") -> Experiment:
+def start(scale: Scale, paper: Experiment, *, rho: float) -> Experiment:
     """Return the experiment that a figure varies, evaluated at its end; without SAM where rho is 0.
 
     Args:
         scale: laptop and smoke have their own model and data; a laptop's images are small.
-        paper: the settings at the paper's scale.
+        paper: the experiment at the paper's scale.
         rho: SAM's.
-        dataset: at the paper's scale.
     """
     if scale == "paper":
-        return Experiment(
-            data=Data(name=dataset, augment="basic", batch_size=paper.batch_size, drop_last=DROP_LAST),
-            model=paper.network(),
-            optim=paper.optim(rho),
-            epochs=paper.epochs,
-            evaluate_every=paper.epochs,
-        )
-    base = LAPTOP_START if scale == "laptop" else replace(smoke("cnn-2"), epochs=2, evaluate_every=2)
+        base = replace(paper, evaluate_every=paper.epochs)
+    else:
+        base = LAPTOP_START if scale == "laptop" else replace(smoke("cnn-2"), epochs=2, evaluate_every=2)
     return replace(base, optim=replace(base.optim, rho=rho))
 
 

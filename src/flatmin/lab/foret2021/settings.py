@@ -1,20 +1,19 @@
-"""The settings of Foret et al. (2021) at the paper's scale; Tables 6 and 7 are laid out as in the paper.
+"""The settings of Foret et al. (2021) at the paper's scale: complete experiments, with SAM at the paper's rho.
 
-A `Training` says which of its fields the paper gives. `sources` has the source of everything else.
+Tables 6 and 7 are laid out as in the paper. `sources` says where each setting comes from.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import product
 from typing import Literal, NamedTuple
 
 from flatmin.lab.foret2021.claims.tables import FINETUNING_DATASETS
-from flatmin.lab.spec.experiment import Augment, Model, Optim
+from flatmin.lab.spec.experiment import Augment, Data, Experiment, Model, Optim
 from flatmin.lab.studies.conditions import NUM_REPLICAS as NUM_REPLICAS
 from flatmin.lab.studies.conditions import VALIDATION as VALIDATION
 from flatmin.lab.studies.cost import TRAIN_SIZES
-from flatmin.lab.studies.findings import Hyperparameter
 from flatmin.lab.studies.printed import table_rows
 
 RHO_GRID = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
@@ -22,73 +21,58 @@ DEFAULT_RHO = 0.05
 DROP_LAST = CUTOUT_SHARED = True
 CROP_PADDING = 32
 RESIZE: Literal["bicubic"] = "bicubic"
-NAMES = {"model": "model", "epochs": "epochs", "batch_size": "batch size", "lr": "learning rate"}
-NAMES |= {"weight_decay": "weight decay", "rho": "rho", "m": "m"}
-"""What a page calls the fields of a `Training`, in its order."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Training:
-    """How a model is trained, and where that comes from."""
+def paper(
+    model: str,
+    epochs: int,
+    lr: float,
+    *,
+    dataset: str = "cifar10",
+    weight_decay: float = 5e-4,
+    rho: float = DEFAULT_RHO,
+    batch_size: int = 256,
+    num_accelerators: int = 8,
+    label_smoothing: float = 0.0,
+    clip_norm: float = 5.0,
+) -> Experiment:
+    """Return an experiment with what the reference code adds to the paper.
 
-    model: str
-    """The lab's name."""
-    epochs: int
-    lr: float
-    weight_decay: float = 5e-4
-    rho: float = DEFAULT_RHO
-    """Of the runs with SAM."""
-    batch_size: int = 256
-    num_accelerators: int = 8
-    """Among how many the batch was divided; each had its own perturbation."""
-    label_smoothing: float = 0.0
-    clip_norm: float = 5.0
-    given: tuple[str, ...] = ()
-    """The fields that the paper gives for this item; the others are ours."""
-    note: str = "not given"
-    """Why ours are what they are."""
+    Each accelerator had its own perturbation: m is the batch size divided by their number (m-sharpness, Section 4.1).
+    The models of the reference code are built as there (`Model.design`).
 
-    @property
-    def m(self) -> int:
-        """The number of examples that shared a perturbation (m-sharpness, Section 4.1)."""
-        return self.batch_size // self.num_accelerators
-
-    def network(self) -> Model:
-        """Return the model; the three of the reference code are built as there (`Model.design`)."""
-        coded = self.model.startswith(("wrn-", "shake-shake-", "pyramidnet-"))
-        return Model(name=self.model, design="reference" if coded else "standard")
-
-    def optim(self, rho: float) -> Optim:
-        """Return the optimizer, with what the reference code adds to the paper; without SAM if rho is 0.
-
-        Example:
-            >>> CIFAR["WRN-28-10 (200 epochs)", "cifar10"].optim(rho=0.05).m
-            32
-        """
-        return Optim(
-            lr=self.lr,
+    Example:
+        >>> paper("wrn-28-10", 200, 0.1).optim.m
+        32
+    """
+    coded = model.startswith(("wrn-", "shake-shake-", "pyramidnet-"))
+    return Experiment(
+        data=Data(name=dataset, augment="basic", batch_size=batch_size, drop_last=DROP_LAST)
+        if dataset in SMALL_IMAGES
+        else Data(name=dataset, augment="imagenet", batch_size=batch_size, drop_last=DROP_LAST),
+        model=Model(name=model, design="reference" if coded else "standard"),
+        optim=Optim(
+            lr=lr,
             momentum=0.9,
             nesterov=True,
-            weight_decay=self.weight_decay,
+            weight_decay=weight_decay,
             decay="loss",
             schedule="cosine",
-            label_smoothing=self.label_smoothing,
-            clip_norm=self.clip_norm,
+            label_smoothing=label_smoothing,
+            clip_norm=clip_norm,
             rho=rho,
-            m=self.m if self.num_accelerators > 1 else None,
-        )
-
-    def hyperparameters(self, *without: str) -> tuple[Hyperparameter, ...]:
-        """Return the fields with their sources, except some."""
-        return tuple(
-            Hyperparameter(name=name, value=getattr(self, field), source="paper")
-            if field in self.given
-            else Hyperparameter(name=name, value=getattr(self, field), source="ours", note=self.note)
-            for field, name in NAMES.items()
-            if field not in without
-        )
+            m=batch_size // num_accelerators if num_accelerators > 1 else None,
+        ),
+        epochs=epochs,
+    )
 
 
+def without_sam(experiment: Experiment) -> Experiment:
+    """Return an experiment with the same settings and rho = 0."""
+    return replace(experiment, optim=replace(experiment.optim, rho=0.0))
+
+
+SMALL_IMAGES = ("cifar10", "cifar100", "svhn", "fashion-mnist")
 _CIFAR = """
 # Table 6                       | lab's name                   | epochs | LR   | WD     | rho (C-10) | rho (C-100)
 WRN-28-10 (200 epochs)          | wrn-28-10                    | 200    | 0.1  | 0.0005 | 0.05       | 0.1
@@ -107,23 +91,20 @@ Shake-Shake (26 2x96d) | shake-shake-26-2x96d | 200    | 0.1  | 0.0005 | fashion
 """
 
 
-def _training(*columns: str) -> Training:
-    model, epochs, *rates = columns
-    lr, decay, rho = map(float, rates)
-    return Training(
-        model=model, epochs=int(epochs), lr=lr, weight_decay=decay, rho=rho, note="not given; as for Table 1"
-    )
+def _tabulated(dataset: str, *columns: str) -> Experiment:
+    model, epochs, lr, decay, rho = columns
+    return paper(model, int(epochs), float(lr), dataset=dataset, weight_decay=float(decay), rho=float(rho))
 
 
-CIFAR: Mapping[tuple[str, str], Training] = {
-    (row, dataset): _training(*columns, rho)
+CIFAR: Mapping[tuple[str, str], Experiment] = {
+    (row, dataset): _tabulated(dataset, *columns, rho)
     for row, *columns, rho10, rho100 in table_rows(_CIFAR)
     for dataset, rho in (("cifar10", rho10), ("cifar100", rho100))
     if rho != "-"
 }
 """Tables 1, 6 and 9, by the model's row (`claims.CIFAR_ROWS`) and the dataset."""
-SVHN_FASHION: Mapping[tuple[str, str], Training] = {
-    (row, dataset): _training(*columns, rho) for row, *columns, dataset, rho in table_rows(_SVHN_FASHION)
+SVHN_FASHION: Mapping[tuple[str, str], Experiment] = {
+    (row, dataset): _tabulated(dataset, *columns, rho) for row, *columns, dataset, rho in table_rows(_SVHN_FASHION)
 }
 """Tables 5 and 7, by the model's row and the dataset."""
 
@@ -139,11 +120,12 @@ def small_image_augment(dataset: str, augment: str) -> Augment:
 
 
 IMAGENET_IMAGE_SIZE = 224
-IMAGENET: Mapping[tuple[str, int], Training] = {
-    (model, epochs): Training(
-        model=model,
-        epochs=epochs,
-        lr=1.0,
+IMAGENET: Mapping[tuple[str, int], Experiment] = {
+    (model, epochs): paper(
+        model,
+        epochs,
+        1.0,
+        dataset="imagenet",
         weight_decay=1e-4,
         batch_size=4096,
         num_accelerators=32,
@@ -182,7 +164,7 @@ def epochs_for_steps(num_steps: int, batch_size: int, train_size: int) -> int:
     return max(1, round(num_steps / max(1, train_size // batch_size)))
 
 
-def finetuning(model: str, dataset: str, held_out: float = 0.0) -> Training:
+def finetuning(model: str, dataset: str, held_out: float = 0.0) -> Experiment:
     """Return how a model of `FINETUNING` is fine-tuned on a dataset (Tables 3 and 10).
 
     Its rho is the paper's default: which one was best for a dataset is not given. If a fraction of the training set is
@@ -194,10 +176,11 @@ def finetuning(model: str, dataset: str, held_out: float = 0.0) -> Training:
             f"on {dataset!r}."
         )
     tuned, size, imagenet = FINETUNING[model], FINETUNING_TRAIN_SIZES[dataset], dataset == "imagenet"
-    return Training(
-        model=model,
-        epochs=10 if imagenet else epochs_for_steps(tuned.num_steps, tuned.batch_size, size - round(held_out * size)),
-        lr=0.1 if imagenet else tuned.lr,
+    return paper(
+        model,
+        10 if imagenet else epochs_for_steps(tuned.num_steps, tuned.batch_size, size - round(held_out * size)),
+        0.1 if imagenet else tuned.lr,
+        dataset="folder:birdsnap" if dataset == "birdsnap" else dataset,
         weight_decay=1e-5,
         batch_size=tuned.batch_size,
         num_accelerators=tuned.num_accelerators,
@@ -207,44 +190,23 @@ def finetuning(model: str, dataset: str, held_out: float = 0.0) -> Training:
 
 
 MIXUP_ALPHAS = (1.0, 8.0, 16.0, 32.0)
-LABEL_NOISE: Mapping[int, Training] = {
-    percent: Training(model="resnet-32", epochs=200, lr=0.1, rho=rho, given=("model", "epochs", "batch_size", "m"))
-    for percent, rho in ((20, 0.1), (40, 0.1), (60, 0.1), (80, 0.05))
+LABEL_NOISE: Mapping[int, Experiment] = {
+    percent: paper("resnet-32", 200, 0.1, rho=rho) for percent, rho in ((20, 0.1), (40, 0.1), (60, 0.1), (80, 0.05))
 }
 """Table 4, by noise in percent."""
-LANDSCAPES = Training(
-    model="resnet-56-noshort",
-    epochs=300,
-    lr=0.1,
-    batch_size=128,
-    given=("model",),
-    note="not given; rho is the paper's default, m is for 8 accelerators, the rest follows Li et al. (2018)",
-)
+LANDSCAPES = paper("resnet-56-noshort", 300, 0.1, batch_size=128)
 """Figure 1 (middle, right)."""
-HESSIAN = Training(
-    model="wrn-40-10",
-    epochs=300,
-    lr=0.05,
-    given=("model", "epochs"),
-    note="not given; as for all of CIFAR, with a lower learning rate, as there is no batch norm",
-)
+HESSIAN = paper("wrn-40-10", 300, 0.05)
 """Figure 3 (left), without batch norm (`Model.norm`)."""
 HESSIAN_AT_EPOCHS = (50, 150, 300)
-M_SHARPNESS = Training(model="resnet-20", epochs=200, lr=0.1)
+M_SHARPNESS = paper("resnet-20", 200, 0.1)
 """Figure 3 (middle), for each rho of `RHO_GRID` and each m of `M_GRID`."""
 M_GRID = (4, 16, 64, 256)
-SECOND_ORDER = Training(
-    model="wrn-40-2",
-    epochs=200,
-    lr=0.1,
-    num_accelerators=1,
-    given=("model",),
-    note="not given; one perturbation for the whole batch, as the lab's second-order terms need it",
-)
+SECOND_ORDER = paper("wrn-40-2", 200, 0.1, num_accelerators=1)
 """Figures 4 and 5."""
 NORMS = CIFAR["WRN-28-10 (200 epochs)", "cifar10"]
 """Figure 6: p = 2, p = inf with `rho_of_sup_norm`, and random directions."""
-ASCENT_STEPS: Mapping[str, Training] = {
+ASCENT_STEPS: Mapping[str, Experiment] = {
     dataset: CIFAR["WRN-28-10 (200 epochs)", dataset] for dataset in ("cifar10", "cifar100")
 }
 """Figure 7 and Table 11, by dataset."""

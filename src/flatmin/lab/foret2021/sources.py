@@ -1,13 +1,14 @@
 """Where the settings of Foret et al. (2021) come from: the paper, its reference code, or us where neither says.
 
-By item, for the reports. The values that a `Training` holds are not repeated here.
+By item, for the reports. The values of `settings` are not repeated here.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from flatmin.lab.foret2021 import settings
 from flatmin.lab.foret2021.claims.tables import NOISE_PERCENT
+from flatmin.lab.spec.experiment import Experiment
 from flatmin.lab.studies.findings import Hyperparameter
 from flatmin.lab.studies.printed import table_rows
 
@@ -38,15 +39,35 @@ def _grid(values: Sequence[float]) -> str:
     return ", ".join(f"{value:g}" for value in values)
 
 
-def _tabulated(trainings: Mapping[tuple[str, str], settings.Training], table: str) -> Hyperparameters:
+def _rhos(experiments: Mapping[Any, Experiment]) -> str:
+    return _grid([e.optim.rho_number for e in experiments.values()])
+
+
+def _tabulated(experiments: Mapping[tuple[str, str], Experiment], table: str) -> Hyperparameters:
     return tuple(
         Hyperparameter(
             name=f"{row}, {dataset}",
-            value=f"learning rate {t.lr:g}, weight decay {t.weight_decay:g}, rho {t.rho:g}",
+            value=f"learning rate {e.optim.lr:g}, weight decay {e.optim.weight_decay:g}, rho {e.optim.rho_text}",
             source="paper",
             note=table,
         )
-        for (row, dataset), t in trainings.items()
+        for (row, dataset), e in experiments.items()
+    )
+
+
+def settings_of(
+    e: Experiment, *without: str, given: Sequence[str] = (), note: str = "not given"
+) -> tuple[Hyperparameter, ...]:
+    """Return the settings of an experiment, except some, with their sources: the paper if given, else ours."""
+    values: dict[str, object] = {"model": e.model.name, "epochs": e.epochs, "batch size": e.data.batch_size}
+    values |= {"learning rate": e.optim.lr, "weight decay": e.optim.weight_decay, "rho": e.optim.rho_number}
+    values |= {"m": e.data.batch_size if e.optim.m is None else e.optim.m}
+    return tuple(
+        Hyperparameter(name=name, value=value, source="paper")
+        if name in given
+        else Hyperparameter(name=name, value=value, source="ours", note=note)
+        for name, value in values.items()
+        if name not in without
     )
 
 
@@ -140,7 +161,7 @@ paper | replicas | {settings.NUM_REPLICAS}
 [label-noise]
 paper | noise, % | {_grid(NOISE_PERCENT)} | labels flipped at random; the test set is clean
 ours | a flipped label | is always another class | the paper does not say whether it may be the same
-paper | rho | {_grid([t.rho for t in settings.LABEL_NOISE.values()])} | in the order of the noise
+paper | rho | {_rhos(settings.LABEL_NOISE)} | in the order of the noise
 paper | rho grid | {RHOS} | on a clean validation set, 10 % of the training set (Table 8)
 paper | Mixup's alphas | {_grid(settings.MIXUP_ALPHAS)}
 ours | Mixup's alpha | chosen on the validation set | the paper reports the best score; Bootstrap + Mixup has Mixup's
@@ -173,7 +194,7 @@ paper | perturbations | p = 2, p = inf, random of fixed Euclidean norm
 ours | rho grid, p = 2 and random | {RHOS} | the figure's values are not given in the text
 ours | rho grid, p = inf | rho / sqrt(number of parameters) | not given; as long as for p = 2
 [inner-steps]
-ours | rho | {_grid([t.rho for t in settings.ASCENT_STEPS.values()])} | on CIFAR-10 and CIFAR-100; not given; Table 6's
+ours | rho | {_rhos(settings.ASCENT_STEPS)} | on CIFAR-10 and CIFAR-100; not given; Table 6's
 ours | model | 'a WideResNet' | WRN-28-10: its errors in Table 1 are near those after one step
 paper | ascent steps | {_grid(settings.ASCENT_STEPS_GRID)}
 ours | length of an ascent step | rho, then projection onto the ball | not given
@@ -187,25 +208,38 @@ REFERENCE_CODE = _BLOCKS["optimizer"] + _BLOCKS["from scratch"]
 """What all training from scratch has that the paper does not say."""
 
 _PROTOCOL, _SMALL_IMAGES = _BLOCKS["protocol"], _BLOCKS["small images"]
-_TRAININGS: Mapping[str, Hyperparameters] = {
+AS_TABLE1 = "not given; as for Table 1"
+_EXPERIMENTS: Mapping[str, Hyperparameters] = {
     "table1": (*_PROTOCOL, *_tabulated(settings.CIFAR, "Table 6"), *_SMALL_IMAGES),
     "svhn-fashion": (*_PROTOCOL, *_tabulated(settings.SVHN_FASHION, "Table 7"), *_SMALL_IMAGES),
     "imagenet": (),
-    "label-noise": settings.LABEL_NOISE[20].hyperparameters("rho"),
-    "landscape": settings.LANDSCAPES.hyperparameters(),
-    "hessian": settings.HESSIAN.hyperparameters(),
-    "m-and-rho": settings.M_SHARPNESS.hyperparameters("rho", "m"),
-    "second-order": settings.SECOND_ORDER.hyperparameters(),
-    "p-norm": settings.NORMS.hyperparameters("rho"),
-    "inner-steps": settings.ASCENT_STEPS["cifar10"].hyperparameters("rho", "model"),
+    "label-noise": settings_of(settings.LABEL_NOISE[20], "rho", given=("model", "epochs", "batch size", "m")),
+    "landscape": settings_of(
+        settings.LANDSCAPES,
+        given=("model",),
+        note="not given; rho is the paper's default, m is for 8 accelerators, the rest follows Li et al. (2018)",
+    ),
+    "hessian": settings_of(
+        settings.HESSIAN,
+        given=("model", "epochs"),
+        note="not given; as for all of CIFAR, with a lower learning rate, as there is no batch norm",
+    ),
+    "m-and-rho": settings_of(settings.M_SHARPNESS, "rho", "m"),
+    "second-order": settings_of(
+        settings.SECOND_ORDER,
+        given=("model",),
+        note="not given; one perturbation for the whole batch, as the lab's second-order terms need it",
+    ),
+    "p-norm": settings_of(settings.NORMS, "rho", note=AS_TABLE1),
+    "inner-steps": settings_of(settings.ASCENT_STEPS["cifar10"], "rho", "model", note=AS_TABLE1),
 }
-HYPERPARAMETERS = {item: (*training, *_BLOCKS[item], *REFERENCE_CODE) for item, training in _TRAININGS.items()}
+HYPERPARAMETERS = {item: (*own, *_BLOCKS[item], *REFERENCE_CODE) for item, own in _EXPERIMENTS.items()}
 HYPERPARAMETERS |= {
     "rho-0.05": HYPERPARAMETERS["table1"],
     "noise-and-rho": HYPERPARAMETERS["label-noise"],
     **dict.fromkeys(("fine-tuning", "fine-tuning-rho-0.05"), _BLOCKS["fine-tuning"] + _BLOCKS["optimizer"]),
     "predictive": _BLOCKS["predictive"],
     "bound": _BLOCKS["bound"],
-    "bound-model": settings.NORMS.hyperparameters() + REFERENCE_CODE,
+    "bound-model": settings_of(settings.NORMS, note=AS_TABLE1) + REFERENCE_CODE,
 }
 """By item."""

@@ -29,6 +29,7 @@ STATUS_LOOK: dict[VerdictStatus, tuple[str, str]] = {
     "kept": ("#009e73", "o"),
     "not kept": ("#d55e00", "s"),
     "inconclusive": ("#e69f00", "D"),
+    "not tested at this scale": ("#8a8f98", "^"),
     "not tested": ("#8a8f98", "X"),
 }
 NUM_LEVELS, MOST_TICKS, FOREST_LABEL, FOREST_LIMIT = 25, 10, 46, 100

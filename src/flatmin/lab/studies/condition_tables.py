@@ -21,6 +21,12 @@ NOT_THE_SAME = (
 )
 TRAINING_NOTE = "Over the last epoch, at the weights of each step, with what was trained on: noisy labels included."
 METRIC_NAMES = {"test_error": "test error", "test_top5_error": "top-5 test error", "train_error": "training error"}
+METRIC_NAMES |= {"test_loss": "test loss", "test_ece": "calibration error"}
+UNITS = {"test_loss": ""}
+"""Of metrics that are not in %."""
+OUR_METRICS = ("test_loss", "test_ece")
+"""What the paper does not report: claims on it are ours."""
+GATE = "Not a test of the claim at this scale:"
 
 
 def condition_tables(
@@ -53,8 +59,14 @@ def condition_tables(
     tables = []
     verdicts: list[Verdict] = []
     compared = {metric: _contrasts(entries, metric) for metric in metrics}
-    planned = [contrast for contrasts in compared.values() for _, _, contrast in contrasts]
-    family = Family([*planned, *(contrast for _, contrasts in further for contrast in contrasts)])
+    planned = {
+        ours: [c for m, contrasts in compared.items() for e, _, c in contrasts if _is_ours(e, m) == ours]
+        for ours in (False, True)
+    }
+    families = {
+        False: Family([*planned[False], *(contrast for _, contrasts in further for contrast in contrasts)]),
+        True: Family(planned[True]),
+    }
     where = claims.source.partition(",")[0] + ("" if scale == "paper" else f" at {scale} scale")
     for metric in (*metrics, "train_error"):
         cells = {(e.condition.name, e.method.name): _cell(e, metric, accuracy) for e in entries}
@@ -66,24 +78,31 @@ def condition_tables(
         note = _note(entries, scale) if metric in metrics else TRAINING_NOTE
         tables.append(Table(title=f"{where}: {what}", columns=columns, rows=rows, note=note))
         contrasts = compared.get(metric, [])
-        rows = [[e.condition.name, family.comparison(c)] for e, _, c in contrasts if not c.waits]
-        if rows:
-            tables.append(
-                Table(
-                    title=f"Comparisons: {METRIC_NAMES[metric]}",
-                    columns=("condition", "difference, p, Holm's p"),
-                    rows=rows,
-                    note=f"Paired by seed, two-sided t-test; Holm's correction is for all {len(family.contrasts)} "
-                    "comparisons that are planned. A negative difference is a lower error.",
+        for ours, family in families.items():
+            there = [(e, c) for e, _, c in contrasts if not c.waits and _is_ours(e, metric) == ours]
+            if there:
+                tables.append(
+                    Table(
+                        title=f"Comparisons: {METRIC_NAMES[metric]}{' (ours)' if ours else ''}",
+                        columns=("condition", "difference, p, Holm's p"),
+                        rows=[[e.condition.name, family.comparison(c)] for e, c in there],
+                        note=f"Paired by seed, two-sided t-test; Holm's correction is for all {len(family.contrasts)} "
+                        "comparisons that are planned. A negative difference is a lower error.",
+                    )
                 )
-            )
-        verdicts += [_verdict(entry, c, family, metric) for entry, _, c in contrasts if not c.waits]
+        for entry, group, c in contrasts:
+            if not c.waits:
+                verdicts.append(_verdict(entry, group, c, families[_is_ours(entry, metric)], metric))
         verdicts += _open_questions(entries, [(e, group) for e, group, c in contrasts if c.waits], metric)
-    verdicts += [family.judge(claim, contrasts) for claim, contrasts in further]
+    verdicts += [families[False].judge(claim, contrasts) for claim, contrasts in further]
     trained = [e.chosen for e in entries if e.chosen is not None] or [e.condition.start for e in entries]
     return {
         "tables": tables + _choices(entries),
         "verdicts": verdicts,
+        "planned": [
+            *(_planned(e, group, m) for m, contrasts in compared.items() for e, group, _ in contrasts),
+            *(name for _, contrasts in further for name in Family(contrasts).names),
+        ],
         "hyperparameters": [*_chosen_hyperparameters(entries), *(hyperparameters or own_settings(trained))],
     }
 
@@ -93,11 +112,17 @@ def _note(entries: Sequence[MethodResult], scale: Scale) -> str:
     return f"{NOTE} {NOT_THE_SAME}" if claimed and scale != "paper" else NOTE
 
 
+def _is_ours(entry: MethodResult, metric: str) -> bool:
+    return entry.method.ours or metric in OUR_METRICS
+
+
 def _cell(entry: MethodResult, metric: str, accuracy: bool) -> Cell:
     claimed = entry.condition.claimed.get((entry.method.name, metric))
+    accuracy = accuracy and metric not in OUR_METRICS
     values = {seed: 100 - value if accuracy else value for seed, value in sorted(entry.values(metric).items())}
     return entry.replicas.cell_of(
         values,
+        unit=UNITS.get(metric, "%"),
         claimed=None if claimed is None else claimed.printed,
         note=entry.incomplete_reason or entry.edge_note if values else None,
     )
@@ -144,6 +169,7 @@ def _contrasts(entries: Sequence[MethodResult], metric: str) -> list[tuple[Metho
         rival = group[0] if missing else better(group, metric)
         contrast = Contrast(
             quantity=METRIC_NAMES[metric],
+            unit=UNITS.get(metric, "%"),
             lower_name=entry.method.name,
             higher_name=rival.method.name,
             lower={} if missing else entry.values(metric),
@@ -153,6 +179,12 @@ def _contrasts(entries: Sequence[MethodResult], metric: str) -> list[tuple[Metho
         )
         contrasts.append((entry, group, contrast))
     return contrasts
+
+
+def _planned(entry: MethodResult, group: Sequence[MethodResult], metric: str) -> str:
+    rivals = " or ".join(e.method.name for e in group)
+    ours = " (ours)" if _is_ours(entry, metric) else ""
+    return f"{entry.condition.name}: {METRIC_NAMES[metric]}: {entry.method.name} vs. {rivals}{ours}"
 
 
 def _open_questions(
@@ -173,14 +205,23 @@ def _claim(entry: MethodResult, rival: str, metric: str) -> str:
     return f"{entry.condition.name}: {entry.method.name} has a lower {METRIC_NAMES[metric]} than {rival}."
 
 
-def _verdict(entry: MethodResult, contrast: Contrast, family: Family, metric: str) -> Verdict:
+def _verdict(
+    entry: MethodResult, group: Sequence[MethodResult], contrast: Contrast, family: Family, metric: str
+) -> Verdict:
     comparison = contrast.comparison(family.p_holm(contrast))
     correction = family.correction([contrast])
+    difference, points = comparison.difference, "points" if metric not in UNITS else "nats"
+    evidence = (
+        f"{difference.mean:+.2f} ± {difference.half_width:.2f} {points} over {comparison.num_pairs} pairs, "
+        f"{p_text(comparison.p_holm)}{f' ({correction})' if correction else ''}."
+    )
+    rival = next(e for e in group if e.method.name == contrast.higher_name)
+    gate = "; ".join(note for note in (rival.unfit_note, rival.gate_note, entry.gate_note) if note is not None)
+    claim = _claim(entry, contrast.higher_name, metric)
     return Verdict(
-        claim=_claim(entry, contrast.higher_name, metric),
-        status=family.status(contrast),
-        evidence=f"{comparison.difference.mean:+.2f} ± {comparison.difference.half_width:.2f} points over "
-        f"{comparison.num_pairs} pairs, {p_text(comparison.p_holm)}{f' ({correction})' if correction else ''}.",
+        claim=f"{claim} (ours)" if _is_ours(entry, metric) else claim,
+        status="not tested at this scale" if gate else family.status(contrast),
+        evidence=f"{GATE} {gate}. {evidence}" if gate else evidence,
         comparisons=[comparison],
     )
 

@@ -10,11 +10,12 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
+from typing import Any
 
 from flatmin.lab.runs.record import RunRecord
 from flatmin.lab.spec.experiment import Experiment
 from flatmin.lab.studies.printed import Claimed
-from flatmin.lab.studies.replicas import Replicas, replicas_of
+from flatmin.lab.studies.replicas import Replicas, metric, replicas_of
 from flatmin.lab.studies.study import Known
 from flatmin.lab.sweeps.jobs import Job
 
@@ -24,6 +25,12 @@ BASELINE_EPOCHS_FACTOR = 2
 VALIDATION = 0.1
 """Of the training set, held out to choose rho."""
 SEEDS = tuple(range(NUM_REPLICAS))
+MAX_EXTENSIONS = 3
+"""How often a grid may grow."""
+TUNED = ("rho", "lr", "weight_decay")
+"""What must lie inside of its grid."""
+FACTORS = (0.125, 0.25, 0.5, 1.0, 2.0)
+"""The grid of rho, in units of what `flatmin.suggest_rho` says for the run."""
 TUNING_SEED = 1000
 """Of the runs that choose: none of the replicas' seeds."""
 Candidates = Callable[[Experiment], Sequence[Experiment]]
@@ -40,6 +47,10 @@ class Method:
     """Which method's choice the candidates are variants of; None: of the condition's start."""
     against: tuple[tuple[str, ...], ...] = ()
     """The methods that it is compared with; of several in one tuple, the one with the better mean counts."""
+    extends: bool = False
+    """Whether its grid grows, by a factor of 2, where the best candidate is at its edge (`beyond`)."""
+    ours: bool = False
+    """Whether it is not in the publication: its comparisons are corrected apart."""
 
 
 def double_epochs(method: Method) -> Method:
@@ -66,6 +77,8 @@ class Condition:
     """What the paper says, by method and metric."""
     tuning_epochs: int | None = None
     """Epochs of the runs that choose settings, which have fewer examples; as many as the replicas' if None."""
+    most_train_error: float | None = None
+    """The gate: with a baseline whose training error, in %, ends above this, nothing is tested; None: no gate."""
 
     @property
     def name(self) -> str:
@@ -83,6 +96,37 @@ def edge_note(rho: float | None, tried: Collection[float]) -> str | None:
     return "rho at the edge of its grid" if len(set(tried)) > 1 and rho in (min(tried), max(tried)) else None
 
 
+def edges(best: Experiment, tried: Sequence[Experiment]) -> list[tuple[str, float]]:
+    """Return the settings of the best candidate that are at the edge of its grid, each with the next value beyond.
+
+    Example:
+        >>> tried = [Experiment(optim=Optim(rho=rho)) for rho in (0.1, 0.2, 0.4)]
+        >>> edges(tried[0], tried), edges(tried[1], tried)
+        ([('rho', 0.05)], [])
+    """
+    found = []
+    for name in TUNED:
+        values, at = [_setting(e, name) for e in tried], _setting(best, name)
+        if len(set(values)) > 1 and at in (min(values), max(values)):
+            found.append((name, at / 2 if at == min(values) else 2 * at))
+    return found
+
+
+def beyond(best: Experiment, tried: Sequence[Experiment]) -> list[Experiment]:
+    """Return the candidates to try next: the best one with each setting that is at the edge halved or doubled."""
+    more = []
+    for name, value in edges(best, tried):
+        in_units = name == "rho" and best.optim.rho_factor is not None
+        changed: dict[str, Any] = {name: f"{value:.12g}x" if in_units else value}
+        more.append(replace(best, optim=replace(best.optim, **changed)))
+    return more
+
+
+def _setting(experiment: Experiment, name: str) -> float:
+    value: float = experiment.optim.rho_number if name == "rho" else getattr(experiment.optim, name)
+    return value
+
+
 @dataclass(frozen=True, kw_only=True)
 class MethodResult:
     """What came of a method in a condition."""
@@ -95,9 +139,27 @@ class MethodResult:
     """The candidates and what came of the runs that choose among them; empty where there was no choice."""
     replicas: Replicas
 
-    def values(self, metric: str) -> dict[int, float]:
-        """Return a metric, in %, by seed."""
-        return self.replicas.by_seed(metric)
+    def values(self, name: str) -> dict[int, float]:
+        """Return a metric by seed, in % unless it is a loss."""
+        return self.replicas.by_seed(metric(name, 1.0 if name.endswith("loss") else 100.0))
+
+    @property
+    def gate_note(self) -> str | None:
+        """Why it is not a fair test of the method; None if it is, or if there is no gate."""
+        if self.condition.most_train_error is None or self.chosen is None:
+            return None
+        at_edge = edges(self.chosen, [e for e, _ in self.tried])
+        names = {"rho": "rho", "lr": "learning rate", "weight_decay": "weight decay"}
+        return f"{self.method.name}'s {names[at_edge[0][0]]} is at the edge of its grid" if at_edge else None
+
+    @property
+    def unfit_note(self) -> str | None:
+        """Says that a baseline does not fit its training set; None if it does, or if there is no gate."""
+        most, errors = self.condition.most_train_error, self.values("train_error")
+        if most is None or not errors or mean(errors.values()) <= most:
+            return None
+        error = mean(errors.values())
+        return f"{self.method.name} ends with a training error of {error:.1f} %, above {most:g} %"
 
     @property
     def edge_note(self) -> str | None:
@@ -135,8 +197,12 @@ def condition_results(
                 name = "/".join((item, *condition.labels, condition.column, method.name))
                 options = [replace(e, name=name) for e in method.candidates(base)]
             if len(options) > 1:
-                tried = [(e, tuning_job(e, condition.tuning_epochs).record(known)) for e in options]
-                chosen[method.name] = best_candidate(options, [record for _, record in tried])
+                for _ in range(1 + MAX_EXTENSIONS * method.extends):
+                    tried = [(e, tuning_job(e, condition.tuning_epochs).record(known)) for e in options]
+                    chosen[method.name] = best = best_candidate(options, [record for _, record in tried])
+                    if best is None or any(record.state == "planned" for _, record in tried):
+                        break
+                    options += [] if not method.extends else beyond(best, options)
             else:
                 chosen[method.name] = options[0] if options else None
             best = chosen[method.name]
@@ -162,14 +228,14 @@ def condition_jobs(
     return jobs
 
 
-def better(entries: Sequence[MethodResult], metric: str) -> MethodResult:
-    """Return the one with the lower mean."""
-    return min(entries, key=lambda entry: mean(entry.values(metric).values()))
+def better(entries: Sequence[MethodResult], name: str) -> MethodResult:
+    """Return the one with the lower mean of a metric."""
+    return min(entries, key=lambda entry: mean(entry.values(name).values()))
 
 
-def with_rho(rhos: Sequence[float], m: int | None = None) -> Candidates:
+def with_rho(rhos: Sequence[float | str], m: int | None = None, part: float = 1.0) -> Candidates:
     """Return a method's candidates: SAM with each rho, in the setting of the baseline."""
-    return lambda base: [replace(base, optim=replace(base.optim, rho=rho, m=m)) for rho in rhos]
+    return lambda base: [replace(base, optim=replace(base.optim, rho=rho, m=m, part=part)) for rho in rhos]
 
 
 def with_rates(lrs: Sequence[float], decays: Sequence[float]) -> Candidates:

@@ -95,6 +95,11 @@ class Family:
         self._p_holm = holm(p_values)
         self._p_at_best = holm([0.0 if c.waits else p for c, p in zip(self.contrasts, p_values, strict=True)])
 
+    @property
+    def names(self) -> list[str]:
+        """What is compared, in words: the registered plan has them before there is a run."""
+        return [f"{c.quantity}: {c.lower_name} vs. {c.higher_name}" for c in self.contrasts]
+
     def p_holm(self, contrast: Contrast) -> float:
         """Return the corrected p-value of a member; NaN where there is no test."""
         return self._p_holm[self.contrasts.index(contrast)]

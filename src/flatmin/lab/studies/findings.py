@@ -11,8 +11,11 @@ from typing import Any, Literal
 from flatmin.lab.spec.experiment import Experiment
 from flatmin.lab.studies.statistics import Interval
 
-VerdictStatus = Literal["reproduced", "not reproduced", "kept", "not kept", "inconclusive", "not tested"]
-"""Of the paper's claims: reproduced or not. Of a method that should keep a gain, in a study of our own: kept or not."""
+VerdictStatus = Literal[
+    "reproduced", "not reproduced", "kept", "not kept", "inconclusive", "not tested at this scale", "not tested"
+]
+"""Of the paper's claims: reproduced or not. Of a method that should keep a gain, in a study of our own: kept or not.
+Not tested at this scale: the runs exist, and cannot tell; not tested: runs are missing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +162,10 @@ class Findings:
     figures: Sequence[LineFigure | SurfaceFigure] = ()
     verdicts: Sequence[Verdict] = ()
     hyperparameters: Sequence[Hyperparameter] = ()
+    planned: Sequence[str] = ()
+    """Every comparison of the families that Holm's correction is for, in words."""
+    rules: Sequence[str] = ()
+    """How it is decided what counts, as registered before the runs: the gate, grids, baselines, tests."""
     notes: Sequence[str] = ()
     """Slips of the paper, departures, warnings."""
     cut: Sequence[str] = ()

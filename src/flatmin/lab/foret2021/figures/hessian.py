@@ -94,7 +94,7 @@ def hessian(scale: Scale, known: Known) -> Findings:
             scale,
             [sgd],
             ("rho, chosen on validation", rho or "not chosen yet"),
-            ("gradient clipping", HESSIAN.clip_norm),
+            ("gradient clipping", HESSIAN.optim.clip_norm),
         ),
         notes=[f"In {bad} of {len(facts)} spectra the largest eigenvalues had not converged."] if bad else [],
     )
@@ -102,14 +102,14 @@ def hessian(scale: Scale, known: Known) -> Findings:
 
 def hessian_experiment(scale: Scale) -> Experiment:
     """Return the model without batch norm that is trained with SGD."""
-    model = Model(name={"paper": HESSIAN.model, "laptop": "wrn-10-2", "smoke": "wrn-10-1"}[scale], norm="none")
+    model = Model(name={"paper": HESSIAN.model.name, "laptop": "wrn-10-2", "smoke": "wrn-10-1"}[scale], norm="none")
     sgd = replace(start(scale, HESSIAN, rho=0.0), model=model)
     if scale == "paper":
         return sgd
     return replace(
         sgd,
         data=replace(sgd.data, batch_size=min(sgd.data.batch_size, LAPTOP_BATCH_SIZE)),
-        optim=replace(sgd.optim, clip_norm=HESSIAN.clip_norm),
+        optim=replace(sgd.optim, clip_norm=HESSIAN.optim.clip_norm),
     )
 
 

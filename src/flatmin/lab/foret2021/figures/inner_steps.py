@@ -79,7 +79,7 @@ def inner_steps(scale: Scale, known: Known) -> Findings:
 
 def _experiment(scale: Scale, dataset: str, steps: int) -> Experiment:
     paper = ASCENT_STEPS[dataset if scale == "paper" else "cifar10"]
-    experiment = start(scale, paper, rho=sam_rho(scale, paper), dataset=dataset)
+    experiment = start(scale, paper, rho=sam_rho(scale, paper))
     return replace(experiment, optim=replace(experiment.optim, ascent_steps=steps))
 
 

@@ -30,7 +30,11 @@ RADIUS = 0.5
 """How far from the weights the rise of the loss is judged, in units of the weights: directions are as long as they are.
 Nearer than the figure's edge, where the loss of a model without residual connections says little of the minimum."""
 SPAN = 1.0
-MODEL_NAMES: dict[Scale, str] = {"paper": LANDSCAPES.model, "laptop": "resnet-20-noshort", "smoke": "resnet-20-noshort"}
+MODEL_NAMES: dict[Scale, str] = {
+    "paper": LANDSCAPES.model.name,
+    "laptop": "resnet-20-noshort",
+    "smoke": "resnet-20-noshort",
+}
 # The number of points in each direction, and of training images: a fine grid to look at, of one replica, and a coarse
 # one for the numbers, of each.
 PICTURE: dict[Scale, tuple[int, int | None]] = {"paper": (51, None), "laptop": (21, 300), "smoke": (5, 8)}

@@ -2,12 +2,13 @@
 
     flatmin reproduce error-reduction --scale laptop    # no runs beyond those of Tables 1, 2, 3 and 5
 
-SAM lowers the error where a model fits its training set, and raises it where it does not.
-All verdicts are in docs/reproduction.md.
+Conditions that fail their gate are not counted. All verdicts are in docs/reproduction.md.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+
+from scipy.stats import binomtest
 
 from flatmin.lab.foret2021.claims.figures import FIGURES, error_reductions
 from flatmin.lab.foret2021.item_findings import findings, item
@@ -19,6 +20,7 @@ from flatmin.lab.studies.conditions import Condition, MethodResult, better, cond
 from flatmin.lab.studies.contrasts import BySeed, Contrast, Family, mean
 from flatmin.lab.studies.findings import Findings, LineFigure, Series, Verdict
 from flatmin.lab.studies.replicas import runs_of
+from flatmin.lab.studies.statistics import p_text
 from flatmin.lab.studies.study import Groups, Known, Scale
 
 CLAIMS = FIGURES["error-reduction"]
@@ -85,14 +87,19 @@ def _points(name: str, values: Sequence[tuple[float, str]]) -> Series:
 
 
 def compared_methods(entries: Sequence[MethodResult]) -> list[tuple[MethodResult, MethodResult | None]]:
-    """Return each method that has SAM with its better baseline; None while a run of either is missing."""
+    """Return each method that has SAM with its better baseline; None while a run of either is missing.
+
+    Comparisons that fail the gate of their condition are left out, and so are methods of ours.
+    """
     by_name = {(e.condition.name, e.method.name): e for e in entries}
     pairs: list[tuple[MethodResult, MethodResult | None]] = []
     for entry in entries:
         baselines = [by_name[entry.condition.name, name] for group in entry.method.against[:1] for name in group]
         missing = any(e.incomplete_reason for e in (entry, *baselines))
-        if baselines:
-            pairs.append((entry, None if missing else better(baselines, METRIC)))
+        baseline = None if missing or not baselines else better(baselines, METRIC)
+        fair = baseline is None or not (entry.gate_note or baseline.gate_note or baseline.unfit_note)
+        if baselines and fair and not entry.method.ours:
+            pairs.append((entry, baseline))
     return pairs
 
 
@@ -116,7 +123,11 @@ def _verdict(
         )
     verdict = Family(contrasts).judge(CLAIMS.statements[0].claim, contrasts)
     counts = {method: sum(value > 0 for value, _ in points) for method, points in measured.items()}
-    said = [f"{method}: lower in {counts[method]} of {len(points)} conditions" for method, points in measured.items()]
+    said = [
+        f"{method}: lower in {counts[method]} of {len(points)} conditions (sign test, "
+        f"{p_text(float(binomtest(counts[method], len(points)).pvalue))})"
+        for method, points in measured.items()
+    ]
     few = any(2 * counts[method] <= len(points) for method, points in measured.items())
     return replace(
         verdict,

@@ -14,6 +14,7 @@ from flatmin.lab.foret2021 import settings
 from flatmin.lab.foret2021.claims.appendix import FINETUNING_RHO_005
 from flatmin.lab.foret2021.claims.tables import FINETUNING, FINETUNING_DATASETS, PREVIOUS_BEST, PREVIOUS_METHODS
 from flatmin.lab.foret2021.item_findings import table_item
+from flatmin.lab.foret2021.protocol import MOST_TRAIN_ERROR
 from flatmin.lab.foret2021.scales import smoke
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
 from flatmin.lab.studies.conditions import VALIDATION, Condition, Method, double_epochs, no_tuning, with_rho
@@ -67,34 +68,30 @@ def _methods(rhos: Sequence[float], m: int | None) -> tuple[Method, ...]:
 
 
 def _paper_condition(model: str, dataset: str, source: Claims, rho: float | None) -> Condition:
-    training = settings.finetuning(model, dataset)
-    small_images = dataset in ("cifar10", "cifar100")
-    start = Experiment(
-        data=Data(
-            name="folder:birdsnap" if dataset == "birdsnap" else dataset,
+    paper, small_images = settings.finetuning(model, dataset), dataset in settings.SMALL_IMAGES
+    start = replace(
+        settings.without_sam(paper),
+        data=replace(
+            paper.data,
             augment="autoaugment" if small_images else "imagenet",
-            batch_size=training.batch_size,
             image_size=settings.FINETUNING[model].image_size,
             resize=settings.RESIZE,
             crop_padding=None if small_images else settings.CROP_PADDING,
             cutout_shared=settings.CUTOUT_SHARED and small_images,
-            drop_last=settings.DROP_LAST,
         ),
-        model=Model(
-            name=model,
+        model=replace(
+            paper.model,
             checkpoint=str(CHECKPOINTS / f"{model}.safetensors"),
             head="keep" if dataset == "imagenet" else "new",
             freeze_batch_norm=True,
             dropout=settings.FINETUNING_DROPOUT,
             drop_connect=settings.FINETUNING_DROP_CONNECT,
         ),
-        optim=training.optim(rho=0.0),
-        epochs=training.epochs,
     )
-    fixed = rho if rho is not None else training.rho if dataset == "imagenet" else None
+    fixed = rho if rho is not None else settings.DEFAULT_RHO if dataset == "imagenet" else None
     # On ImageNet the paper's number without SAM is that of the checkpoint itself.
     checkpoint = [Method(name="checkpoint", candidates=lambda base: [replace(base, epochs=0)])]
-    methods = _methods(settings.RHO_GRID if fixed is None else (fixed,), training.m)
+    methods = _methods(settings.RHO_GRID if fixed is None else (fixed,), paper.optim.m)
     return Condition(
         labels=(dataset,),
         column=model,
@@ -126,6 +123,7 @@ def _small_condition(scale: Scale, source: Claims, rho: float | None) -> Conditi
         start=start,
         methods=_methods(rhos if rho is None else (rho,), None),
         claimed=source.errors("flowers102", "efficientnet-b7", sgd="without SAM") if scale == "laptop" else {},
+        most_train_error=MOST_TRAIN_ERROR if scale == "laptop" else None,
     )
 
 

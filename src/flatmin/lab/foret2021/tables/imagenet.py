@@ -13,9 +13,9 @@ from itertools import pairwise
 from flatmin.lab.foret2021 import settings
 from flatmin.lab.foret2021.claims.tables import IMAGENET as CLAIMS
 from flatmin.lab.foret2021.item_findings import table_item
+from flatmin.lab.foret2021.protocol import MOST_TRAIN_ERROR
 from flatmin.lab.foret2021.scales import LAPTOP, smoke
 from flatmin.lab.foret2021.tables.from_scratch import sgd_and_sam
-from flatmin.lab.spec.experiment import Data, Experiment, Model
 from flatmin.lab.studies.conditions import Condition, MethodResult
 from flatmin.lab.studies.contrasts import Contrast
 from flatmin.lab.studies.study import Scale
@@ -55,35 +55,28 @@ def imagenet_conditions(scale: Scale) -> list[Condition]:
                 labels=(start.model.name,),
                 column=f"{epochs} epochs",
                 start=replace(start, epochs=epochs, evaluate_every=epochs),
-                methods=sgd_and_sam(settings.IMAGENET["resnet-50", 100].rho, None, doubles=False),
+                methods=sgd_and_sam(settings.DEFAULT_RHO, None, doubles=False),
                 claimed=CLAIMS.errors("resnet-50", 100 * factor, 1) if scale == "laptop" else {},
+                most_train_error=MOST_TRAIN_ERROR if scale == "laptop" else None,
             )
         )
     return conditions
 
 
 def _paper_condition(model: str, epochs: int) -> Condition:
-    training = settings.IMAGENET[model, epochs]
-    start = Experiment(
-        data=Data(
-            name="imagenet",
-            augment="imagenet",
-            batch_size=training.batch_size,
-            image_size=settings.IMAGENET_IMAGE_SIZE,
-            resize=settings.RESIZE,
-            crop_padding=settings.CROP_PADDING,
-            drop_last=settings.DROP_LAST,
-        ),
-        model=Model(name=model),
-        optim=training.optim(rho=0.0),
-        epochs=epochs,
+    paper = settings.IMAGENET[model, epochs]
+    data = replace(
+        paper.data,
+        image_size=settings.IMAGENET_IMAGE_SIZE,
+        resize=settings.RESIZE,
+        crop_padding=settings.CROP_PADDING,
     )
     top5 = {(name, "test_top5_error"): claimed for (name, _), claimed in CLAIMS.errors(model, epochs, 5).items()}
     return Condition(
         labels=(model,),
         column=f"{epochs} epochs",
-        start=start,
-        methods=sgd_and_sam(training.rho, training.m, doubles=False),
+        start=replace(settings.without_sam(paper), data=data),
+        methods=sgd_and_sam(paper.optim.rho, paper.optim.m, doubles=False),
         claimed=CLAIMS.errors(model, epochs, 1) | top5,
     )
 

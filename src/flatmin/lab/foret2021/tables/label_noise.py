@@ -24,7 +24,7 @@ from flatmin.lab.foret2021.scales import (
     small_images,
     smoke,
 )
-from flatmin.lab.spec.experiment import Data, Experiment, Model
+from flatmin.lab.spec.experiment import Experiment
 from flatmin.lab.studies.conditions import (
     TUNING_SEED,
     Candidates,
@@ -122,18 +122,12 @@ def _best_rho(runs: Mapping[float, Replicas]) -> str:
 
 def base_m(scale: Scale) -> int | None:
     """Return how many examples share a perturbation at a scale."""
-    return {"paper": settings.LABEL_NOISE[20].m, "laptop": LAPTOP_M, "smoke": 10}[scale]
+    return {"paper": settings.LABEL_NOISE[20].optim.m, "laptop": LAPTOP_M, "smoke": 10}[scale]
 
 
 def _start(scale: Scale, percent: int) -> Experiment:
     if scale == "paper":
-        training = settings.LABEL_NOISE[percent]
-        start = Experiment(
-            data=Data(name="cifar10", augment="basic", batch_size=training.batch_size, drop_last=settings.DROP_LAST),
-            model=Model(name=training.model),
-            optim=training.optim(rho=0.0),
-            epochs=training.epochs,
-        )
+        start = settings.without_sam(settings.LABEL_NOISE[percent])
     else:
         start = LAPTOP["fashion-mnist"] if scale == "laptop" else smoke("cnn-2")
     return replace(start, data=replace(start.data, label_noise=percent / 100))
@@ -141,9 +135,9 @@ def _start(scale: Scale, percent: int) -> Experiment:
 
 def _condition(scale: Scale, percent: int) -> Condition:
     if scale == "paper":
-        training = settings.LABEL_NOISE[percent]
+        optim = settings.LABEL_NOISE[percent].optim
         sgd, longer = baselines(no_tuning)
-        sam: tuple[Method, ...] = (Method(name="SAM", candidates=with_rho([training.rho], training.m), after="SGD"),)
+        sam: tuple[Method, ...] = (Method(name="SAM", candidates=with_rho([optim.rho], optim.m), after="SGD"),)
         alphas: Sequence[float] = settings.MIXUP_ALPHAS
     elif scale == "laptop":
         sgd, longer = baselines(with_rates(LAPTOP_LRS, LAPTOP_DECAYS))

@@ -1,0 +1,187 @@
+"""The protocol of the evidence: grids that grow, a gate, and plans that do not change in silence."""
+
+import json
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flatmin.lab.commands.items import ITEMS
+from flatmin.lab.errors import SpecError
+from flatmin.lab.foret2021 import protocol
+from flatmin.lab.runs.record import Records
+from flatmin.lab.spec.experiment import Data, Experiment, Model
+from flatmin.lab.studies.condition_tables import condition_tables
+from flatmin.lab.studies.conditions import Condition, condition_jobs, condition_results
+from flatmin.lab.studies.findings import Findings
+from flatmin.lab.studies.printed import Claims
+from flatmin.lab.studies.registered_plan import PLAN_FILE, Change, differences, plan_of, read_plan, register
+from flatmin.lab.studies.study import Item, run_study
+from invented_runs import invented
+
+ROOT = Path(__file__).parents[3]
+RESULTS = ROOT / "results" / "foret2021-laptop"
+START = Experiment(data=Data(train_size=50), model=Model(name="cnn-2"), epochs=4)
+CLAIMS = Claims(source="Table 0", title="Invented")
+CONDITION = Condition(
+    labels=("net",), column="data", start=START, methods=protocol.few_arms(), claimed={}, most_train_error=2.0
+)
+SEEDS = (0, 1, 2, 3, 4)
+
+
+def study(condition=CONDITION):
+    def findings(scale, known):
+        entries = condition_results([condition], known, "item", SEEDS)
+        shown = condition_tables(entries, CLAIMS, scale, label_columns=("model",), metrics=protocol.METRICS)
+        common = {"item": "item", "title": "", "source": "", "about_scale": ""}
+        return Findings(**common, **shown, scale=scale, rules=protocol.RULES)
+
+    def jobs(scale, known):
+        return condition_jobs([condition], known, "item", SEEDS)
+
+    return Item(name="item", title="", source="", jobs=jobs, findings=findings)
+
+
+def runs(best_factor=1.0, train_error=0.0, gain=0.05):
+    """Runs whose validation error is lowest at one factor of the suggested rho, and where SAM lowers what is tested."""
+
+    def metrics(job):
+        optim = job.experiment.optim
+        far = abs((optim.rho_factor or best_factor) / best_factor - 1) + abs(
+            best_factor / (optim.rho_factor or best_factor) - 1
+        )
+        noise = 1e-3 * ((7 * job.seed + 3 * bool(optim.rho)) % 5)
+        error = 0.4 - (gain if optim.uses_sam else 0.0) + noise
+        return {
+            "valid_error": 0.3 + 0.01 * far,
+            "test_error": error,
+            "test_loss": 10 * error,
+            "test_ece": error / 10,
+            "train_error": train_error,
+        }
+
+    known = Records()
+    run_study(study(), "laptop", known, invented(metrics))
+    return known
+
+
+@pytest.mark.parametrize(
+    ("best", "chosen", "num_tried"),
+    [(1.0, 1.0, 5), (0.25, 0.25, 5), (4.0, 4.0, 7), (1 / 16, 1 / 16, 7), (100.0, 16.0, 8), (1e-6, 1 / 64, 8)],
+)
+def test_a_grid_grows_by_factors_of_2_at_most_three_times_until_the_best_is_inside(best, chosen, num_tried):
+    known = runs(best)
+    for entry in condition_results([CONDITION], known, "item", SEEDS):
+        if entry.method.name.startswith("SAM"):
+            assert entry.chosen.optim.rho_factor == pytest.approx(chosen)
+            assert len(entry.tried) == num_tried
+            inside = 1e-5 < best < 50
+            assert (entry.gate_note is None) == inside
+
+
+def test_while_a_candidate_beyond_the_grid_is_missing_nothing_is_chosen():
+    known = runs(4.0)
+    (lost,) = [
+        n for n, r in known.items() if r.experiment.optim.rho == "4x" and r.experiment.optim.m and r.seed == 1000
+    ]
+    del known[lost]
+    by_name = {e.method.name: e for e in condition_results([CONDITION], known, "item", SEEDS)}
+    assert by_name["SAM, m = 16"].chosen is None
+    assert by_name["SAM on 1/8"].chosen is not None
+
+
+@pytest.mark.parametrize(
+    ("known", "reason"),
+    [
+        ({"train_error": 0.03}, "SGD ends with a training error of 3.0 %, above 2 %"),
+        ({"best_factor": 100.0}, "SAM, m = 16's rho is at the edge of its grid"),
+        ({}, None),
+    ],
+)
+def test_a_comparison_that_fails_the_gate_is_not_tested_at_this_scale(known, reason):
+    verdicts = study().findings("laptop", runs(**known)).verdicts
+    verdict = next(v for v in verdicts if v.claim.startswith("net, data: SAM, m = 16 has a lower test error"))
+    assert verdict.status == ("reproduced" if reason is None else "not tested at this scale")
+    assert (reason or "points") in verdict.evidence
+
+
+def test_claims_of_ours_are_marked_and_corrected_apart():
+    found = study().findings("laptop", runs())
+    papers = [v for v in found.verdicts if not v.claim.endswith("(ours)")]
+    assert [v.claim for v in papers] == ["net, data: SAM, m = 16 has a lower test error than SGD."]
+    (comparison,) = papers[0].comparisons
+    assert comparison.p_holm == comparison.p_value
+    ours = [v for v in found.verdicts if v.claim.endswith("(ours)")]
+    assert len(ours) == 5  # cheap SAM's error, and loss and calibration of both
+    loss = next(v for v in ours if "SAM, m = 16 has a lower test loss" in v.claim)
+    assert loss.comparisons[0].difference.mean == pytest.approx(-0.5, abs=0.01)
+    assert "nats" in loss.evidence
+
+
+def test_the_plan_has_every_group_grid_comparison_and_rule():
+    plan = plan_of(study(), "laptop")
+    assert plan["comparisons"][0] == "net, data: test error: SAM, m = 16 vs. SGD or SGD, twice the epochs"
+    assert len(plan["comparisons"]) == 6
+    assert plan["rules"] == list(protocol.RULES)
+    grid = plan["groups"]["net, data, SAM, m = 16, choosing"]
+    assert [candidate["optim.rho"] for candidate in grid["varies"]] == ["0.125x", "0.25x", "0.5x", "auto", "2x"]
+    assert plan["groups"]["net, data, SGD, twice the epochs"]["spec"]["epochs"] == 8
+    assert plan["groups"]["net, data, SGD"]["seeds"] == list(SEEDS)
+    assert plan_of(study(), "laptop") == json.loads(json.dumps(plan))
+
+
+def test_a_registered_plan_changes_only_with_an_entry_that_says_why(tmp_path):
+    plan = plan_of(study(), "laptop")
+    assert register(tmp_path, {"item": plan}, []) == ["item"]
+    assert register(tmp_path, {"item": plan}, []) == []
+    fewer = plan | {"comparisons": plan["comparisons"][:2]}
+    with pytest.raises(SpecError, match="plan of item would change"):
+        register(tmp_path, {"item": fewer}, [])
+    assert read_plan(tmp_path)[0]["item"] == plan
+    change = Change(item="item", date="2026-01-01", what="Four comparisons less.", why="Time.", known="Nothing.")
+    assert register(tmp_path, {"item": fewer}, [change]) == ["item"]
+    assert read_plan(tmp_path) == ({"item": fewer}, [change])
+
+
+def test_differences_between_plan_and_runs_are_found():
+    known, registered = runs(), plan_of(study(), "laptop")
+    assert differences(study(), "laptop", known, registered) == []
+    extended = differences(study(), "laptop", runs(4.0), registered)
+    assert extended == ["4 runs more than the plan's first grids have, by its rule for grids."]
+    dropped = registered | {"comparisons": [*registered["comparisons"], "SAM vs. Adam"]}
+    assert differences(study(), "laptop", known, dropped) == [
+        "Not made, though planned: the comparison “SAM vs. Adam”."
+    ]
+    longer = study(replace(CONDITION, start=replace(START, epochs=8)))
+    lines = differences(longer, "laptop", known, registered)
+    assert "The runs of “net, data, SGD” are not those that were planned." in lines
+    assert lines[-1].endswith("runs are missing.")
+
+
+@pytest.mark.parametrize("name", read_plan(RESULTS)[0])
+def test_the_code_is_what_the_registered_plan_says(name):
+    registered = read_plan(RESULTS)[0][name]
+    now = json.loads(json.dumps(plan_of(ITEMS[name], "laptop")))
+    assert now == registered, f"flatmin reproduce {name} --plan --write {RESULTS.name} --what ... --why ... --known ..."
+
+
+def _git(*words):
+    return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True).stdout
+
+
+def test_no_committed_plan_changed_without_an_entry():
+    file = f"results/{RESULTS.name}/{PLAN_FILE}"
+    try:
+        commits = _git("log", "--reverse", "--format=%H", "--", file).split()
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("not a clone")
+    before = {"items": {}, "changes": []}
+    for commit in commits:
+        after = json.loads(_git("show", f"{commit}:{file}"))
+        for name in before["items"]:
+            entries = [sum(change["item"] == name for change in plan["changes"]) for plan in (before, after)]
+            if after["items"].get(name) != before["items"][name]:
+                assert entries[1] > entries[0], f"{commit[:10]} changed the plan of {name} without an entry"
+        assert after["changes"][: len(before["changes"])] == before["changes"], f"{commit[:10]} rewrote an entry"
+        before = after
