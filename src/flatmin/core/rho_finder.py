@@ -244,7 +244,7 @@ def _unchanged(opt: SAM, batches: Iterable[Batch]) -> Iterator[ModelState]:
             p.grad = grad
         for grad, copy in zip(overwritten, copies, strict=True):
             if grad is not None and copy is not None:
-                grad.data.copy_(copy)  # .data does not count as a write, which SAM looks at
+                grad.copy_(copy)
         if flag is not None:
             model.require_forward_param_sync = flag
         for generator, state in zip(generators, states, strict=True):
