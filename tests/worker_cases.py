@@ -1,11 +1,15 @@
-"""What each of two processes does in tests/lab/training/test_distributed.py."""
+"""What each of two processes does in tests/lab/training."""
 
 import os
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from flatmin.lab.training.distributed import join_workers
+from flatmin.lab.data.pipeline import Batch
+from flatmin.lab.training.distributed import Workers, join_workers
+from flatmin.lab.training.evaluation import evaluate
 
 
 def groups_of_long_work(rank):
@@ -24,3 +28,25 @@ def groups_of_long_work(rank):
     finally:
         del os.environ["WORLD_SIZE"]
         dist.broadcast_object_list = broadcast
+
+
+def predictions():
+    generator = torch.Generator().manual_seed(0)
+    logits = 2 * torch.randn(41, 3, generator=generator)
+    return logits, torch.randint(3, (41,), generator=generator)
+
+
+def evaluated_ece(rank):
+    """Return the calibration error of two workers with 20 and 21 examples."""
+    logits, labels = (part[20 * rank : 20 + 21 * rank] for part in predictions())
+    batch = Batch(
+        number=0,
+        examples=np.arange(len(labels)),
+        inputs=logits,
+        labels=labels,
+        partner_labels=labels,
+        own_weight=1.0,
+        share=1.0,
+    )
+    workers = Workers(rank=rank, count=2, device=torch.device("cpu"))
+    return evaluate(nn.Identity(), [batch], ("loss", "error", "ece"), "float32", workers)["ece"]

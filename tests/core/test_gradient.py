@@ -152,7 +152,7 @@ def test_a_random_direction_comes_from_the_generator():
     ("settings", "message"),
     [
         ({"second_order": True, "adaptive": True}, "adaptive"),
-        ({"second_order": True, "ascent_steps": 2}, "ascent_steps=2"),
+        ({"second_order": True, "ascent_steps": 2}, "supports only ascent_steps=1, got 2"),
         ({"second_order": True, "p": 3.0}, "p=3.0"),
         ({"ascent_steps": 2, "p": 3.0}, "p=3.0"),
         ({"ascent_steps": 2, "direction": "random"}, "random"),

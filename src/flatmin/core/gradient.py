@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flatmin.core import perturbation
 from flatmin.core.checks import check_adaptive, check_ascent_steps, check_p, check_rho
+from flatmin.core.pass_state import objects_in, own_buffers
 from flatmin.core.rng import RandomState
 
 Tensors = Sequence[Tensor] | Mapping[str, Tensor]
@@ -52,7 +53,8 @@ def sam_gradient(
     for p = 2, where H is the Hessian at w, which enters through one Hessian-vector product. For p = inf the term is 0
     almost everywhere, because the sign of the gradient is constant almost everywhere.
 
-    Random layers draw the same noise in all passes, and torch's generators end where one pass would have left them.
+    Random layers draw the same noise in all passes, and the generators end where one pass would have left them. Models
+    that ``loss_fn`` refers to keep their buffers.
 
     Args:
         loss_fn: the loss as a function of parameters built like ``params``, say with ``torch.func.functional_call``.
@@ -69,7 +71,7 @@ def sam_gradient(
         Losses, gradients and perturbation, detached.
 
     Raises:
-        ValueError: an argument out of its range, or a combination that is not there.
+        ValueError: an argument out of its range, or an unsupported combination.
 
     Example:
         For :math:`L(w) = w^2 / 2` at w = 1 the SAM gradient is 1 + rho:
@@ -87,6 +89,7 @@ def sam_gradient(
     if not w:
         raise ValueError("params is empty: there is nothing to differentiate by.")
     noise = RandomState({t.device for t in w})
+    models = [one for one in objects_in(loss_fn) if isinstance(one, nn.Module)]
 
     def rebuild(tensors: Sequence[Tensor]) -> Any:
         return list(tensors) if names is None else dict(zip(names, tensors, strict=True))
@@ -94,7 +97,7 @@ def sam_gradient(
     def evaluate(at: Sequence[Tensor], create_graph: bool = False) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         noise.restore()
         leaves = [t.detach().requires_grad_() for t in at]
-        with torch.enable_grad():
+        with torch.enable_grad(), own_buffers(models):
             loss = loss_fn(rebuild(leaves))
             found = torch.autograd.grad(loss, leaves, create_graph=create_graph, allow_unused=True)
         grads = [torch.zeros_like(t) if g is None else g for t, g in zip(at, found, strict=True)]
@@ -139,8 +142,8 @@ def _check_second_order(second_order: bool, p: float, eta: float | None, ascent_
     if not second_order:
         return
     if p not in (2, math.inf):
-        raise ValueError(f"second_order=True with p={p}: the Hessian term is there for p = 2 and inf only.")
+        raise ValueError(f"second_order=True supports only p=2 and p=inf, got p={p}.")
     if eta is not None:
-        raise ValueError("second_order=True with adaptive: the Hessian term is there for plain SAM. Leave out one.")
+        raise ValueError("second_order=True does not support adaptive. Leave out one.")
     if ascent_steps > 1:
-        raise ValueError(f"second_order=True with ascent_steps={ascent_steps}: the Hessian term is there for one step.")
+        raise ValueError(f"second_order=True supports only ascent_steps=1, got {ascent_steps}.")

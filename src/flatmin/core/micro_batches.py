@@ -8,7 +8,7 @@ from torch import Tensor
 from flatmin.core import ddp
 from flatmin.core.gradient_sum import GradientSum
 from flatmin.core.metrics import SAMMetrics, plain_metrics, weighted_mean
-from flatmin.core.model_buffers import ModelBuffers
+from flatmin.core.pass_state import ModelState
 from flatmin.core.step_passes import Closure, Share, StepPasses
 
 
@@ -36,7 +36,7 @@ def micro_batch_gradient(
     corrected = sum(own) if rest is not None else 1.0
     weight = passes.settings.correction_weight(corrected)
     total = GradientSum(list(passes.parameters()))
-    buffers = ModelBuffers(passes.state.model)
+    before = ModelState(passes.state.model, passes.parameters())
     measured: list[SAMMetrics] = []
     try:
         for closure, share in zip(closures, own, strict=True):
@@ -44,16 +44,18 @@ def micro_batch_gradient(
                 measured.append(plain_metrics(passes.run(closure, reduce=False)))
                 total.take(share)
             else:
+                if rest is not None and measured:
+                    before.restore()  # as for the rest: all start from the same state
                 in_total = Share(total, share, weight)
-                measured.append(passes.sam_gradient(closure, share=in_total, keep_buffers=rest is None))
+                measured.append(passes.sam_gradient(closure, share=in_total, keep_state=rest is None))
         metrics = weighted_mean(measured, [share / corrected for share in own])
         if rest is None:
             put_reduced(passes, total)
             return metrics
-        buffers.restore()  # the few examples of a part would make noisy statistics: those of the rest count
+        before.restore()  # the few examples of a part would make noisy statistics: those of the rest count
         loss = _add_rest(passes, rest, shares[-1], total)
     except BaseException:
-        buffers.restore()
+        before.restore()
         raise
     return dataclasses.replace(metrics, loss=corrected * metrics.loss + shares[-1] * loss)
 

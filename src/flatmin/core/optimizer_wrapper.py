@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 
 from flatmin.core.checks import MIGRATION
@@ -24,7 +25,8 @@ def with_own_hooks(step: Step) -> Step:
             changed = pre_hook(self, args, kwargs)
             if changed is not None:
                 args, kwargs = changed
-        result = step(self, *args, **kwargs)
+        with record_function(f"Optimizer.step#{type(self).__name__}.step"):  # the name that torch gives it
+            result = step(self, *args, **kwargs)
         for post_hook in self._optimizer_step_post_hooks.values():
             post_hook(self, args, kwargs)
         return result

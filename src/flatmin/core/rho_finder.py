@@ -8,8 +8,6 @@ perturbation for rho = 1.
 import contextlib
 import itertools
 import math
-import random
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -20,7 +18,7 @@ from torch import Tensor
 from flatmin.core import ddp, dtensor
 from flatmin.core.batch_split import Batch, call_with, split_batch
 from flatmin.core.checks import check_rho, keep_loss
-from flatmin.core.model_buffers import ModelBuffers
+from flatmin.core.pass_state import ModelState
 from flatmin.core.rho_suggestion import RhoSuggestion
 from flatmin.core.rng import RandomState
 from flatmin.core.sam import SAM
@@ -173,11 +171,11 @@ class _Source:
         rhos: Sequence[float],
         parameters: list[Tensor],
         perturber: WeightPerturber,
-        buffers: ModelBuffers,
+        buffers: ModelState,
     ) -> Tensor:
         """Return the loss at w, the rise for rho = 1, the gradient norm, and the loss at w + eps for each rho."""
         settings = self.opt.settings
-        noise = _RandomState({p.device for p in parameters})
+        noise = RandomState({p.device for p in parameters})
 
         def run(*, backward: bool) -> Tensor:
             noise.restore()  # the same noise in all passes of a piece
@@ -219,23 +217,8 @@ def _drop_gradients(parameters: Iterable[Tensor]) -> None:
         p.grad = None
 
 
-class _RandomState(RandomState):
-    """The state of torch's, NumPy's and Python's generators."""
-
-    def __init__(self, devices: Iterable[torch.device]) -> None:
-        super().__init__(devices)
-        self._python = random.getstate()
-        self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
-
-    def restore(self) -> None:
-        super().restore()
-        random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
-
-
 @contextlib.contextmanager
-def _unchanged(opt: SAM, batches: Iterable[Batch]) -> Iterator[ModelBuffers]:
+def _unchanged(opt: SAM, batches: Iterable[Batch]) -> Iterator[ModelState]:
     """Put back gradients, buffers, random states and DDP's flags as they were, whatever happens."""
     parameters = list({p: None for group in opt.param_groups for p in group["params"]})
     if opt.model is not None:
@@ -249,16 +232,19 @@ def _unchanged(opt: SAM, batches: Iterable[Batch]) -> Iterator[ModelBuffers]:
     sources: list[Any] = [batches, getattr(batches, "sampler", None)]
     generators = [of.generator for of in sources if isinstance(getattr(of, "generator", None), torch.Generator)]
     states = [generator.get_state() for generator in generators]
-    random_state, buffers = _RandomState({p.device for p in parameters}), ModelBuffers(opt.model)
+    random_state, buffers = RandomState({p.device for p in parameters}), ModelState(opt.model, opt._passes.parameters())
+    replay = opt._passes.replay
+    was_paused, replay.is_paused = replay.is_paused, True
     _drop_gradients(parameters)
     try:
         yield buffers
     finally:
+        replay.is_paused = was_paused
         for p, grad in zip(parameters, grads, strict=True):
             p.grad = grad
         for grad, copy in zip(overwritten, copies, strict=True):
             if grad is not None and copy is not None:
-                grad.data.copy_(copy)  # .data does not count as a write, which SAM looks at
+                grad.copy_(copy)
         if flag is not None:
             model.require_forward_param_sync = flag
         for generator, state in zip(generators, states, strict=True):

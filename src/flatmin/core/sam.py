@@ -6,7 +6,7 @@ import inspect
 import operator
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from flatmin.core.gradient_sum import GradientSum
 from flatmin.core.metrics import PerturbedPass, SAMMetrics, plain_metrics, two_pass_metrics
 from flatmin.core.micro_batches import micro_batch_gradient, put_reduced
 from flatmin.core.optimizer_wrapper import OptimizerWrapper, with_own_hooks
-from flatmin.core.rng import RandomState, direction_generator, replayed
+from flatmin.core.rng import direction_generator
 from flatmin.core.settings import Direction, Settings
 from flatmin.core.step_passes import GENERATOR_KEY, RHO_KEY, Closure, FirstPass, Share, StepPasses
 from flatmin.core.step_state import StepState
@@ -28,6 +28,19 @@ from flatmin.core.step_state import StepState
 USED_WARNING = (
     "The gradients of the last step were still there when the first pass began, and its gradient was added to them: "
     "SAM's direction then comes from both. Call opt.zero_grad() before the first pass."
+)
+
+
+LOST_MICRO_BATCHES = (
+    "There were {before} backward passes before `with opt.perturbed():` but {within} within it, so the other "
+    "micro-batches would be lost. Run all of them in both passes:\n"
+    "    opt.zero_grad()\n"
+    "    for x, y in micro_batches:\n"
+    "        (loss_fn(model(x), y) / len(micro_batches)).backward()\n"
+    "    with opt.perturbed():\n"
+    "        for x, y in micro_batches:\n"
+    "            (loss_fn(model(x), y) / len(micro_batches)).backward()\n"
+    "    opt.step()"
 )
 
 
@@ -188,6 +201,7 @@ class SAM(OptimizerWrapper):
     def model(self, model: nn.Module | None) -> None:
         ddp.check_model(model, self._passes.parameters(), self.settings.sync_perturbation)
         self._state.model = model
+        self._passes.replay.watch(model)
 
     @property
     def metrics(self) -> SAMMetrics:
@@ -217,14 +231,15 @@ class SAM(OptimizerWrapper):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients. In the two-pass form the noise of the first pass is replayed from here on."""
-        state = self._state
-        if state.keeps_gradients:
+        marks = self._state.marks
+        if marks.is_held:
             return
-        if not state.is_perturbed:
-            state.revoke_step()  # a new step begins
-            state.noise = RandomState(self._passes.devices())
-        state.zeroed = True
+        if not self._state.is_perturbed:
+            marks.revoke_step()  # a new step begins
+            self._passes.replay.at_zero_grad()
+        marks.zeroed = True
         super().zero_grad(set_to_none)
+        marks.forget_backwards()
 
     # Steps.
 
@@ -255,20 +270,24 @@ class SAM(OptimizerWrapper):
         """
         passes, state = self._passes, self._state
         self._check_two_pass_form()
-        if state.used_gradients(passes.parameters()) and state.warn_once("used gradients"):
+        if state.marks.used_gradients(passes.parameters()) and state.warn_once("used gradients"):
             warnings.warn(USED_WARNING, UserWarning, stacklevel=3)
         stay = not self.needs_perturbed_pass
         weight = self.settings.correction_weight()
         share = None if weight == 1.0 or stay else Share(GradientSum(list(passes.parameters())), 1.0, weight)
-        noise, state.noise = state.noise, None
+        num_backwards = state.marks.num_backwards()
+        # A direction that is not the gradient needs no first pass; the one at w + eps may then be the only one.
+        keep_state = num_backwards > 0 or self.settings.direction == "gradient"
         second = PerturbedPass()
-        with passes.at_perturbed_weights(share, stay=stay) as norms, replayed(noise, passes.devices()):
+        with passes.at_perturbed_weights(share, stay=stay, keep_state=keep_state) as norms, passes.replay.repeated():
             yield second
+            if 0 < state.marks.num_backwards() < num_backwards:
+                raise ValueError(LOST_MICRO_BATCHES.format(before=num_backwards, within=state.marks.num_backwards()))
         if share is not None:
             share.total.put()
         known = SAMMetrics(grad_norm=norms.gradient, perturbation_norm=norms.perturbation)
         state.metrics = two_pass_metrics(loss, second.loss, known)
-        state.allow_step(passes.parameters())
+        state.marks.allow_step(passes.parameters())
 
     @overload  # type: ignore[override]
     def step(self, closure: None = None) -> None: ...
@@ -331,7 +350,7 @@ class SAM(OptimizerWrapper):
             self._base_step()
             return loss
         first = None
-        if ascent is None and self._state.step_allowed(self._passes.parameters()):
+        if ascent is None and self._state.marks.step_allowed(self._passes.parameters()):
             first = self._passes.call_after_a_pass(closures[0])
             if first is None:
                 self._step_ready()
@@ -376,14 +395,12 @@ class SAM(OptimizerWrapper):
         """
         self._check_not_perturbed("step_batch()")
         split = split_batch(batch, part, m)
+        # Through step(), for all that torch and others put around it: hooks, profiling, the schedulers' order check.
         if len(split.sizes) == 1 or not self.needs_perturbed_pass:
-            loss = self._closure_gradient(self._closure(loss_fn, batch))
-        else:
-            closures = [self._closure(loss_fn, piece) for piece in split.micro_batches]
-            rest = None if split.rest is None else self._closure(loss_fn, split.rest)
-            loss = self._micro_batch_gradient(closures, rest, shares_of(closures, rest, split.sizes))
-        self._base_step()
-        return loss
+            return cast(Tensor, self.step(self._closure(loss_fn, batch)))
+        closures = [self._closure(loss_fn, piece) for piece in split.micro_batches]
+        rest = None if split.rest is None else self._closure(loss_fn, split.rest)
+        return self.step(closures, rest=rest, weights=split.sizes)
 
     def _closure(self, loss_fn: Callable[..., Tensor], batch: Any) -> Closure:
         def closure() -> Tensor:
@@ -397,7 +414,7 @@ class SAM(OptimizerWrapper):
     def _step_ready(self) -> None:
         """Take the base step after ``perturbed()``, or after the one pass of a plain step."""
         parameters = list(self._passes.parameters())
-        if not self._state.step_allowed(parameters):
+        if not self._state.marks.step_allowed(parameters):
             if is_checkpoint_initialization():
                 self.base.step()
                 return
@@ -410,7 +427,7 @@ class SAM(OptimizerWrapper):
                 )
             self._state.metrics = SAMMetrics(perturbation_norm=torch.zeros(()))
         self._base_step()
-        self._state.consume_step(parameters)
+        self._state.marks.consume_step(parameters)
 
     # The gradient of a step, left in the parameters; the step itself is `_base_step`. Trainers need them apart.
 
@@ -420,7 +437,7 @@ class SAM(OptimizerWrapper):
         """Run the passes of one closure, and return the loss."""
         passes, state = self._passes, self._state
         if not self.needs_perturbed_pass:
-            state.revoke_step()
+            state.marks.revoke_step()
             state.metrics = plain_metrics(passes.run(closure, reduce=True))
             return state.metrics.loss
         weight = self.settings.correction_weight()
@@ -445,8 +462,8 @@ class SAM(OptimizerWrapper):
 
     def _base_step(self) -> None:
         self.base.step()
-        self._opt_called = True  # torch's schedulers look for it, and see only calls of step()
         self._state.num_steps += 1
+        self._passes.replay.forget()
 
     # Checkpoints and copies.
 
@@ -455,7 +472,7 @@ class SAM(OptimizerWrapper):
         rho = self.rho
         super().load_state_dict(state_dict)
         self.rho = self.param_groups[0].get(RHO_KEY, rho)
-        self._state.revoke_step()
+        self._state.marks.revoke_step()
         generator_state = self.param_groups[0].get(GENERATOR_KEY)
         if generator_state is not None and self.generator is not None:
             self.generator.set_state(generator_state.cpu())
@@ -467,6 +484,8 @@ class SAM(OptimizerWrapper):
         rest = dict(state)
         self._state = StepState(rho=rest.pop("rho"), model=rest.pop("model"))
         self._passes = StepPasses(rest["base"], rest["settings"], self._state, rest.pop("generator"))
+        self._passes.replay.watch(self._state.model)
+        self._state.marks.watch(self._passes.parameters())
         super().__setstate__(rest)
 
     def __repr__(self) -> str:
@@ -496,7 +515,7 @@ class SAM(OptimizerWrapper):
                 f"perturbed() takes one ascent step, but ascent_steps={settings.ascent_steps}: the steps in between "
                 "need their own gradients. Use step(closure), or ascent_steps=1."
             )
-        if self._state.unused_pass(self._passes.parameters()):
+        if self._state.marks.unused_pass(self._passes.parameters()):
             raise ValueError(
                 "perturbed() was entered again before step() used the gradients of the last block: they would be lost. "
                 "To accumulate, run all micro-batches before the block and all of them again inside it, or pass one "

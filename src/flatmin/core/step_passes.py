@@ -15,8 +15,8 @@ from flatmin.core import ddp
 from flatmin.core.checks import check_rho, keep_loss
 from flatmin.core.gradient_sum import GradientSum
 from flatmin.core.metrics import SAMMetrics
-from flatmin.core.model_buffers import ModelBuffers, has_running_statistics
-from flatmin.core.rng import RandomState
+from flatmin.core.pass_state import ModelState, PassState, has_running_statistics
+from flatmin.core.replay import Replay
 from flatmin.core.settings import Settings
 from flatmin.core.step_state import StepState
 from flatmin.core.weight_perturber import AscentNorms
@@ -28,7 +28,6 @@ GENERATOR_KEY = "sam_generator"
 RHO_KEY = "sam_default_rho"
 
 MOMENTUM_KEYS = ("momentum_buffer", "exp_avg")
-OLDER = "_sam_older"  # an attribute of gradients
 ACCUMULATION_WARNING = (
     "The closure added its gradient to one that was there before: SAM's direction then comes from both, but its second "
     "pass is the closure's alone. Zero the gradients in the closure. To accumulate over micro-batches, pass a list of "
@@ -39,8 +38,8 @@ ACCUMULATION_WARNING = (
 class FirstPass(NamedTuple):
     """A first pass that has been run already."""
 
-    random: RandomState  # as it was before
-    loss: Tensor | None
+    start: PassState
+    loss: Tensor
 
 
 class Share(NamedTuple):
@@ -67,6 +66,7 @@ class StepPasses:
         self, base: Optimizer, settings: Settings, state: StepState, generator: torch.Generator | None
     ) -> None:
         self.base, self.settings, self.state, self.generator = base, settings, state, generator
+        self.replay = Replay(self.parameters, lambda: state.model, lambda: state.marks.num_backwards() > 0)
 
     def sam_gradient(
         self,
@@ -75,42 +75,45 @@ class StepPasses:
         ascent: Closure | None = None,
         share: Share | None = None,
         first: FirstPass | None = None,
-        keep_buffers: bool = True,
+        keep_state: bool = True,
     ) -> SAMMetrics:
         """Run the passes of one closure.
 
         The SAM gradient is left in the parameters' gradients, reduced over the workers, or added to ``share.total`` and
-        left on its worker. ``keep_buffers`` is False where the caller puts the buffers back.
+        left on its worker. ``keep_state`` is False where the caller puts the model's state back.
         """
         settings, state = self.settings, self.state
         if not settings.sync_perturbation and state.warn_once("workers"):
             ddp.warn_if_passes_cannot_be_local(state.model, self.parameters())
-        state.revoke_step()
-        random, loss = first or FirstPass(RandomState(self.devices()), None)
+        state.marks.revoke_step()
         weight = 1.0 if share is None else share.weight
-        if loss is None and self.needs_first_pass(weight):
-            loss = self._first_pass(ascent or closure)
+        if first is None and self.needs_first_pass(weight):
+            first = FirstPass(self.start(), self._first_pass(ascent or closure))
         several = settings.ascent_steps > 1
-        with self.at_perturbed_weights(share, several=several, keep_buffers=keep_buffers) as norms:
+        # Without a first pass the one at w + eps is the only one.
+        with self.at_perturbed_weights(share, several=several, keep_state=keep_state and first is not None) as norms:
             for _ in range(1, settings.ascent_steps):
-                random.restore()
+                if first is not None:
+                    first.start.restore()
                 self.run(ascent or closure, reduce=settings.sync_perturbation)
                 norms = norms._replace(perturbation=self._ascend(self.radii(), several=True).perturbation)
                 self._drop_gradients()
-            random.restore()
+            if first is not None:
+                first.start.restore()
             perturbed_loss = self.run(closure, reduce=share is None)
         unknown = perturbed_loss.new_full((), math.nan)
+        loss = unknown if first is None else first.loss
         return SAMMetrics(
-            loss=unknown if loss is None else loss,
+            loss=loss,
             perturbed_loss=perturbed_loss,
-            sharpness=unknown if loss is None or ascent is not None else perturbed_loss - loss,
+            sharpness=unknown if ascent is not None else perturbed_loss - loss,
             grad_norm=norms.gradient,
             perturbation_norm=norms.perturbation,
         )
 
     @contextlib.contextmanager
     def at_perturbed_weights(
-        self, share: Share | None = None, *, several: bool = False, keep_buffers: bool = True, stay: bool = False
+        self, share: Share | None = None, *, several: bool = False, keep_state: bool = True, stay: bool = False
     ) -> Iterator[AscentNorms]:
         """Move to w + eps on entry and come back on exit, whatever happens in between.
 
@@ -124,9 +127,9 @@ class StepPasses:
                 "There are no gradients to ascend along: none of the parameters with a radius above 0 has one. "
                 "Call backward() on the loss first (in a closure: before it returns)."
             )
-        state.revoke_step()
+        state.marks.revoke_step()
         state.perturber.save()
-        buffers = ModelBuffers(state.model if keep_buffers and self.settings.direction != "momentum" else None)
+        after_first = ModelState(state.model if keep_state else None, self.parameters())
         state.is_perturbed = True
         try:
             norms = self._ascend(radii, several)
@@ -136,8 +139,8 @@ class StepPasses:
             yield norms
         finally:
             state.perturber.restore()
-            buffers.restore()
             state.is_perturbed = False
+            after_first.restore()
         if share is not None:
             share.total.take(share.share * share.weight)
 
@@ -147,18 +150,17 @@ class StepPasses:
 
     def run_keeping_gradients(self, closure: Closure) -> Tensor:
         """Call a closure whose gradient is added to the current ones, and reduced over the workers with them."""
-        marked = next((p for p in self.parameters() if p.grad is not None), None)
-        mark = object()
-        if marked is not None:
-            setattr(marked.grad, OLDER, mark)
-        self.state.keeps_gradients = True
+        marks = self.state.marks
+        writes = marks.mark_older(self.parameters())
+        has_older = writes() is not None
+        marks.is_held = True
         try:
             loss = self.run(closure, reduce=True)
         finally:
-            self.state.keeps_gradients = False
+            marks.is_held = False
         # With this setting DDP itself replaces the gradients by views of its buckets.
         replaced = getattr(ddp.unwrap(self.state.model), "gradient_as_bucket_view", False)
-        if marked is not None and not replaced and getattr(marked.grad, OLDER, None) is not mark:
+        if has_older and not replaced and writes() is None:
             raise ValueError(
                 "rest dropped the gradients of the other closures: it must zero them with opt.zero_grad(), which SAM "
                 "holds off here, and not with model.zero_grad() or by hand."
@@ -167,23 +169,23 @@ class StepPasses:
 
     def _call(self, closure: Closure, *, reduce: bool) -> Any:
         local: AbstractContextManager[Any] = contextlib.nullcontext() if reduce else ddp.local_pass(self.state.model)
-        with torch.enable_grad(), local:
-            return closure()
+        self.replay.is_paused = True
+        try:
+            with torch.enable_grad(), local:
+                return closure()
+        finally:
+            self.replay.is_paused = False
 
     def _first_pass(self, closure: Closure) -> Tensor:
         """Call a closure at w, and warn if it added its gradient to an older one."""
-        # A mark and not a reference, which would keep the older gradient's memory through the pass.
-        older, mark = next((p for p in self.parameters() if p.grad is not None), None), object()
-        version = -1
-        if older is not None and older.grad is not None:
-            setattr(older.grad, OLDER, mark)
-            version = older.grad._version
-        self.state.zeroed = False
+        marks = self.state.marks
+        writes = marks.mark_older(self.parameters())
+        marks.zeroed = False
         loss = self.run(closure, reduce=self.settings.sync_perturbation)
-        grad = older.grad if older is not None else None
+        num_writes = writes()
         # One write is the backward pass; with a second one something else than opt.zero_grad() zeroed it in place.
-        added = grad is not None and getattr(grad, OLDER, None) is mark and grad._version <= version + 1
-        if added and not self.state.zeroed and self.state.warn_once("accumulation"):
+        added = num_writes is not None and num_writes <= 1 and not marks.zeroed
+        if added and self.state.warn_once("accumulation"):
             warnings.warn(ACCUMULATION_WARNING, UserWarning, stacklevel=5)
         return loss
 
@@ -192,10 +194,10 @@ class StepPasses:
 
         One that computes gradients is a real one, and this was its first pass.
         """
-        random = RandomState(self.devices())
-        before = self.state.versions(self.parameters())
+        start, marks = self.start(), self.state.marks
+        before = marks.versions(self.parameters())
         loss = self._call(closure, reduce=self.settings.sync_perturbation)
-        return None if before == self.state.versions(self.parameters()) else FirstPass(random, keep_loss(loss))
+        return None if before == marks.versions(self.parameters()) else FirstPass(start, keep_loss(loss))
 
     def _ascend(self, radii: list[float], several: bool) -> AscentNorms:
         settings, groups = self.settings, self.base.param_groups
@@ -244,6 +246,10 @@ class StepPasses:
     def devices(self) -> list[torch.device]:
         """Return the devices of the parameters."""
         return list(dict.fromkeys(p.device for p in self.parameters()))
+
+    def start(self) -> PassState:
+        """Return what the next pass starts from."""
+        return PassState(self.state.model, self.parameters())
 
     def radii(self) -> list[float]:
         """Return the radius of each parameter group."""

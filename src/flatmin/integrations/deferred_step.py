@@ -45,12 +45,12 @@ class DeferredSAM(SAM):
         weights: Sequence[float] | None = None,
     ) -> Tensor | None:
         """Run all passes of a step, and return its loss; the arguments are those of :meth:`flatmin.SAM.step`."""
-        self._state.revoke_step()
+        self._state.marks.revoke_step()
         if rest is None:
             loss = self._closure_gradient(closure)
         else:
             loss = self._micro_batch_gradient([closure], rest, shares_of([closure], rest, weights))
-        self._state.allow_step(self._passes.parameters())
+        self._state.marks.allow_step(self._passes.parameters())
         return loss
 
     @with_own_hooks

@@ -1,5 +1,6 @@
 """Loss and error rates on a whole set."""
 
+import itertools
 import math
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import worker_cases
 from flatmin.lab.data.pipeline import Batch
 from flatmin.lab.training.distributed import Workers
 from flatmin.lab.training.evaluation import evaluate, what_is_evaluated
@@ -59,5 +61,44 @@ def test_the_examples_of_all_workers_count():
 
 
 def test_top_5_is_counted_where_there_are_many_classes():
-    assert what_is_evaluated(10) == ("loss", "error")
-    assert what_is_evaluated(100) == ("loss", "error", "top5_error")
+    assert what_is_evaluated(10) == ("loss", "error", "ece")
+    assert what_is_evaluated(100) == ("loss", "error", "ece", "top5_error")
+
+
+def slow_calibration_error(logits, labels, num_bins=15):
+    """Sort by confidence, cut into bins of equal size, and weigh |accuracy - confidence| of each by its size."""
+    rows = []
+    for row, label in zip(logits, labels, strict=True):
+        exponentials = [math.exp(value - max(row)) for value in row]
+        rows.append((max(exponentials) / sum(exponentials), float(row.index(max(row)) == label)))
+    ties = {c: [right for other, right in rows if other == c] for c, _ in rows}
+    rows = sorted((c, sum(ties[c]) / len(ties[c])) for c, _ in rows)
+    total = 0.0
+    for number in range(num_bins):
+        own = rows[len(rows) * number // num_bins : len(rows) * (number + 1) // num_bins]
+        if own:
+            confidence, accuracy = (sum(column) / len(own) for column in zip(*own, strict=True))
+            total += len(own) / len(rows) * abs(accuracy - confidence)
+    return total
+
+
+@pytest.mark.parametrize("size", [1, 7, 15, 203])
+@pytest.mark.parametrize("ties", [False, True])
+def test_calibration_error_is_the_slow_one_over_bins_of_equal_mass(size, ties):
+    generator = np.random.default_rng(size)
+    logits = 2 * generator.standard_normal((size, 3))
+    if ties:
+        logits[: size // 2] = [30.0, 0.0, -1.0]  # as confident as can be, right or wrong
+    logits, labels = logits.astype(np.float32), generator.integers(3, size=size)
+    cuts = [0, size // 3, size]
+    batches = [batch(logits[a:b], labels[a:b]) for a, b in itertools.pairwise(cuts) if b > a]
+    expected = slow_calibration_error(logits.astype(float).tolist(), labels)
+    for order in (batches, batches[::-1]):  # the order of examples does not matter
+        found = evaluate(nn.Identity(), order, ("loss", "error", "ece"), "float32", Workers(device=torch.device("cpu")))
+        assert found["ece"] == pytest.approx(expected, rel=1e-12)
+
+
+def test_calibration_error_is_one_of_all_workers_examples(two_processes):
+    logits, labels = worker_cases.predictions()
+    expected = slow_calibration_error(logits.double().tolist(), labels.tolist())
+    assert two_processes.run(worker_cases.evaluated_ece) == [pytest.approx(expected, rel=1e-12)] * 2

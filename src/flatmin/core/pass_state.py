@@ -1,0 +1,154 @@
+"""What a pass depends on beside the weights and the batch, and what it leaves behind: a pass must be repeatable."""
+
+import contextlib
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from flatmin.core.dtensor import is_sharded, local_part
+from flatmin.core.rng import RandomState
+
+Tensors = dict[str, Tensor | None]
+MOST_FOLLOWERS = 2  # per trained parameter: a model may have two teachers
+
+
+class _Saved(NamedTuple):
+    tensors: Tensors  # of a module: where it looks the tensor up
+    name: str
+    tensor: Tensor
+    data: Tensor | None  # the tensor's memory, of ordinary tensors; a pass may give it another one
+    copy: Tensor | None
+
+
+class ModelState:
+    """A copy of what passes change in a model, put back by ``restore()``, in place.
+
+    That is **every** buffer: running statistics of batch norm, queues, codebooks, vectors of spectral norm, ranges of
+    quantization observers. And parameters that are not trained but may follow those that are, like an EMA teacher's.
+    This leaves compiled graphs, SyncBatchNorm and third-party layers alone, unlike setting ``momentum = 0``, which
+    still counts batches. Layers are looked up each time, because they may be replaced during training.
+
+    A large frozen model is not copied (LoRA): of each shape at most two parameters for each trained one. The others
+    get back the memory that they had, so a pass may assign to ``p.data``.
+
+    Args:
+        model: the model, or None for nothing to save.
+        parameters: the optimizer's.
+        entering: save only what can enter the forward pass of training, without the running statistics of batch norm.
+    """
+
+    @torch.no_grad()
+    def __init__(self, model: nn.Module | None, parameters: Iterable[Tensor] = (), *, entering: bool = False) -> None:
+        self._saved: list[_Saved] = []
+        if model is None:
+            return
+        parameters = list(parameters)
+        trained = {id(p): p.shape for p in parameters if p.requires_grad}
+        sharded = any(map(is_sharded, parameters))  # FSDP2 puts others in their place while a pass runs
+        others: list[tuple[Tensors, str, Tensor]] = []
+        for module in model.modules():
+            if not (entering and _only_counts(module)):
+                for name, buffer in module._buffers.items():
+                    if buffer is not None and not nn.parameter.is_lazy(buffer):
+                        self._saved.append(_save(module._buffers, name, buffer))
+            for name, p in module._parameters.items() if not sharded else ():
+                if p is not None and id(p) not in trained and not nn.parameter.is_lazy(p):
+                    others.append((cast(Tensors, module._parameters), name, p))
+        if others:
+            limits, counts = Counter(trained.values()), Counter(p.shape for _, _, p in others)
+            for tensors, name, other in others:
+                follows = counts[other.shape] <= MOST_FOLLOWERS * limits[other.shape]
+                self._saved.append(_save(tensors, name, other, copy=follows))
+
+    @torch.no_grad()
+    def restore(self, *, without: Iterable[Tensor] = ()) -> None:
+        """Put the values back in the tensors that had them, but for some parameters."""
+        left_out = {id(p) for p in without}
+        for tensors, name, tensor, data, copy in self._saved:
+            if id(tensor) in left_out:
+                continue
+            if data is not None:
+                tensors[name] = tensor  # a layer may have assigned a new one, or new memory, or resized it
+                if tensor.data_ptr() != data.data_ptr() or tensor.shape != data.shape:
+                    tensor.data = data
+            if copy is not None:
+                local_part(tensor).copy_(copy)
+
+
+def _save(tensors: Tensors, name: str, tensor: Tensor, *, copy: bool = True) -> _Saved:
+    ordinary = type(tensor) in (Tensor, nn.Parameter, nn.Buffer)  # and not sharded or quantized
+    return _Saved(
+        tensors, name, tensor, tensor.data if ordinary else None, local_part(tensor).clone() if copy else None
+    )
+
+
+class PassState:
+    """All that a pass starts from: the generators, and what in the model can enter its forward pass.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
+        >>> start = PassState(model, model.parameters())
+        >>> first = model(torch.ones(1, 2))
+        >>> start.restore()
+        >>> torch.equal(first, model(torch.ones(1, 2)))
+        True
+    """
+
+    def __init__(self, model: nn.Module | None, parameters: Iterable[Tensor], *, entering: bool = True) -> None:
+        parameters = list(parameters)
+        self.random = RandomState(dict.fromkeys(p.device for p in parameters))
+        self.model = ModelState(model, parameters, entering=entering)
+
+    def restore(self) -> None:
+        """Make the next pass start from here."""
+        self.random.restore()
+        self.model.restore()
+
+
+def objects_in(function: Any) -> list[Any]:
+    """Return a function and what it refers to: in enclosing scopes, as globals, as defaults, through its object."""
+    found = [function]
+    for current in found:  # which grows
+        more: list[Any] = []
+        if isinstance(current, functools.partial):
+            more = [current.func, *current.args, *current.keywords.values()]
+        elif inspect.ismethod(current):
+            more = [current.__func__, current.__self__, *getattr(current.__self__, "__dict__", {}).values()]
+        elif inspect.isfunction(current) and str(current.__module__).split(".")[0] not in ("torch", "flatmin"):
+            names = inspect.getclosurevars(current)
+            more = [*names.nonlocals.values(), *names.globals.values(), *(current.__defaults__ or ())]
+        elif current is function and not isinstance(current, nn.Module):
+            more = list(getattr(current, "__dict__", {}).values())
+        found += [one for one in more if not any(one is known for known in found)]
+    return found
+
+
+@contextlib.contextmanager
+def own_buffers(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Give models copies of their buffers within the block, so nothing that happens there is left."""
+    saved = [(m._buffers, dict(m._buffers)) for model in models for m in model.modules() if m._buffers]
+    for buffers, originals in saved:
+        buffers.update({name: buffer if buffer is None else buffer.clone() for name, buffer in originals.items()})
+    try:
+        yield
+    finally:
+        for buffers, originals in saved:
+            buffers.update(originals)
+
+
+def _only_counts(module: nn.Module) -> bool:
+    """Return whether a layer's buffers are statistics that it writes but does not read while it trains."""
+    own = type(module).forward.__module__.startswith("torch.nn.modules.")
+    return own and isinstance(module, _NormBase)
+
+
+def has_running_statistics(model: nn.Module | None) -> bool:
+    """Return whether a pass of the model, in its present mode, updates running statistics."""
+    modules: Iterator[nn.Module] | tuple[()] = model.modules() if model is not None else ()
+    return any(m.training and any(name.startswith("running_") for name in m._buffers) for m in modules)

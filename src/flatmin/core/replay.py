@@ -1,0 +1,149 @@
+"""The two-pass form: where the first pass began, and a second pass that draws the same noise from the same buffers."""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatmin.core.pass_state import PassState
+from flatmin.core.rng import RandomState
+
+NOISE_ERROR = (
+    "The second pass did not draw the noise of the first: {names} ended elsewhere. Call opt.zero_grad() after drawing "
+    "the batch and right before the first pass, or pass model= to SAM and call that model; and run the same code on "
+    "the same batches in both passes. flatmin.check_pass(opt, closure) finds what differs."
+)
+
+_open_blocks: list["Replay"] = []  # of all optimizers: the outermost one looks after the generators
+
+
+class Replay:
+    """Records where the user's first pass began, and makes the second one begin there.
+
+    It begins at the first forward pass of ``model`` since the last step, or at ``opt.zero_grad()`` before it, because
+    noise may be drawn before the model is called (latents of a GAN). ``zero_grad()`` may also come between forward and
+    backward, or right after the last step.
+
+    Args:
+        parameters: returns the optimizer's parameters.
+        model: returns the model, or None.
+        has_gradients: returns whether there was a backward pass since the gradients were zeroed.
+    """
+
+    def __init__(
+        self,
+        parameters: Callable[[], Iterator[Tensor]],
+        model: Callable[[], nn.Module | None],
+        has_gradients: Callable[[], bool],
+    ) -> None:
+        self._parameters, self._model, self._has_gradients = parameters, model, has_gradients
+        self._handle: Any = None
+        self.is_paused = False  # in closures, whose passes SAM runs itself
+        self._num_replayed: int | None = None  # forward passes in the block; None outside
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin a new step."""
+        self._zeroed: PassState | None = None
+        self._zeroed_late = False  # a forward pass had been recorded before
+        self._forwards: list[RandomState] = []
+        self._first_forward: PassState | None = None
+
+    def watch(self, model: nn.Module | None) -> None:
+        """Record the forward passes of a model, and no longer those of another one."""
+        if self._handle is not None:
+            self._handle.remove()
+        self._handle = None if model is None else model.register_forward_pre_hook(_ForwardHook(self), prepend=True)
+
+    def at_zero_grad(self) -> None:
+        """Record that the gradients were reset."""
+        if not self.is_paused:
+            self._zeroed, self._zeroed_late = PassState(self._model(), self._parameters()), bool(self._forwards)
+
+    def at_forward(self) -> None:
+        """Record a forward pass of the first pass, or put the generators where they were in the first pass."""
+        if self.is_paused:
+            return
+        if self._num_replayed is not None:
+            self._replay_forward()
+            return
+        if self._zeroed_late and not self._has_gradients():  # what came before zero_grad() was another pass
+            self._forwards, self._zeroed_late = [], False
+        if not self._forwards:
+            self._first_forward = PassState(self._model(), self._parameters())
+            self._forwards.append(self._first_forward.random)
+        else:
+            self._forwards.append(self._random_state())
+
+    @contextlib.contextmanager
+    def repeated(self) -> Iterator[None]:
+        """Start a second pass where the first one began; its generators must end where those of the first one did.
+
+        Raises:
+            ValueError: at the end, if they do not.
+        """
+        zeroed = None if self._zeroed_late else self._zeroed
+        begin = self._first_forward if self._forwards else zeroed
+        if begin is not None:
+            # Another optimizer may have moved parameters of the same model, which are not ours to put back.
+            begin.model.restore(without=[p for block in _open_blocks for p in block._parameters()])
+        is_outermost = not _open_blocks
+        _open_blocks.append(self)
+        try:
+            with self._same_noise(zeroed) if is_outermost else contextlib.nullcontext():
+                yield
+        finally:
+            _open_blocks.remove(self)
+            self.forget()
+
+    @contextlib.contextmanager
+    def _same_noise(self, zeroed: PassState | None) -> Iterator[None]:
+        self._after = self._set = self._random_state()
+        if zeroed is not None or self._forwards:
+            self._put(zeroed.random if zeroed is not None else self._forwards[0])
+        self._num_replayed = 0
+        try:
+            yield
+            now = self._random_state()
+            moved = now.differences(self._set)
+            if names := [name for name in now.differences(self._after) if name in moved]:
+                raise ValueError(NOISE_ERROR.format(names=" and ".join(names)))
+        finally:
+            self._num_replayed = None
+            self._after.restore()
+
+    def _replay_forward(self) -> None:
+        index, self._num_replayed = self._num_replayed or 0, (self._num_replayed or 0) + 1
+        if index >= len(self._forwards):
+            return
+        now = self._random_state()
+        # Before the first forward pass the user may have drawn noise again; if not, it was drawn for other things.
+        if index > 0 or not now.differences(self._set):
+            self._put(self._forwards[index])
+
+    def _put(self, state: RandomState) -> None:
+        state.restore()
+        self._set = state
+
+    def _random_state(self) -> RandomState:
+        return RandomState(dict.fromkeys(p.device for p in self._parameters()))
+
+
+class _ForwardHook:
+    """Reports the forward passes that a gradient is computed of. Copies of the model, saved ones too, have no part."""
+
+    def __init__(self, record: Replay) -> None:
+        self._record = weakref.ref(record)
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        record = self._record()
+        if record is not None:
+            record.at_forward()
+
+    def __reduce__(self) -> Any:
+        return getattr, ({}, "get")  # as a hook, this returns the arguments it is given, and needs no flatmin
