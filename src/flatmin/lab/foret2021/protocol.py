@@ -34,9 +34,9 @@ RULES = (
     "micro-batches of m where that was trained (batch norm then sees as few examples at once), otherwise with SGD.",
     "Tests: paired by seed, two-sided t-test, 5 %, Holm's correction over the comparisons of the paper's claims; those "
     "that are ours are corrected apart.",
-    "Before the plan, one pilot each (SGD, 200 epochs, seed 2000, which no other run has) ended with training errors of "
-    "0.7 % on CIFAR-10 with Cutout and 0.3 % on Fashion-MNIST with basic augmentation: both pass the gate. Cutout stands "
-    "for the stronger augmentations because it is cheaper than AutoAugment.",
+    "Before the plan, one pilot each (SGD, 200 epochs, seed 2000, which no other run has) ended with training errors "
+    "of 0.7 % on CIFAR-10 with Cutout and 0.3 % on Fashion-MNIST with basic augmentation: both pass the gate. Cutout "
+    "stands for the stronger augmentations because it is cheaper than AutoAugment.",
 )
 
 
