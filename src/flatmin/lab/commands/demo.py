@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
-from flatmin.lab.commands.console import table
 from flatmin.lab.commands.report import write_page
 from flatmin.lab.runs.record import Records
 from flatmin.lab.studies.findings import Cell, Findings
@@ -36,14 +37,24 @@ class Demo:
 
 
 def print_results(findings: Findings, console: Console) -> None:
-    """Print the table of results and the verdicts."""
+    """Print the table of results, which fits 80 columns, and the verdicts."""
     results = findings.tables[0]
-    columns = [f"{name} %" if name.endswith("error") else name for name in results.columns]
-    rows = [tuple(_text(entry) if isinstance(entry, Cell) else str(entry) for entry in row) for row in results.rows]
-    console.print(table(f"500 digits: {results.title}", columns, rows))
+    shown = Table(
+        title=f"{results.title}; errors in %", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False
+    )
+    for name in results.columns[1:]:
+        shown.add_column(name, no_wrap=True)
+    for noise in dict.fromkeys(str(row[0]) for row in results.rows):
+        shown.add_section()
+        shown.add_row("clean labels" if noise == "0%" else noise.replace("%", " % noisy labels"), style="bold")
+        for row in (row for row in results.rows if row[0] == noise):
+            shown.add_row(*(_text(entry) if isinstance(entry, Cell) else str(entry) for entry in row[1:]))
+    console.print(shown)
     for verdict in findings.verdicts:
         console.print(verdict.evidence, highlight=False, markup=False)
 
 
 def _text(cell: Cell) -> str:
-    return "failed" if cell.measured is None else str(cell.measured)
+    if cell.measured is None:
+        return "failed"
+    return str(cell.measured) if cell.unit == "%" else f"{cell.measured.mean:.2g}"
