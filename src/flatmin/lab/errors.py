@@ -5,6 +5,7 @@ from pathlib import Path
 FIXES = {
     "spec.json": "Delete it and rerun the training command, which writes it again.",
     "result.json": "Delete it and rerun the training command, which rebuilds it from the last checkpoint.",
+    "metrics.jsonl": "Restore it; or delete the directory and rerun the training command, which starts over.",
     "environment.json": "Delete it: the record of earlier sessions is lost, the run is not.",
     "predicted_labels.json": "Delete it, and result.json if it exists, and rerun the training command, which predicts "
     "the labels again.",

@@ -157,10 +157,10 @@ def test_a_finished_run_is_not_measured_at_an_earlier_checkpoint(capsys, tmp_pat
     last.unlink()
     assert "is missing" in run(capsys, "measure", "sharpness", path.name)[2]
     # The remedy that the error names.
-    result = (path / "result.json").read_text()
+    history = (path / "metrics.jsonl").read_text()
     (path / "result.json").unlink()
     trained_run(capsys, tmp_path, "--keep-every", "1")
-    assert json.loads((path / "result.json").read_text())["history"] == json.loads(result)["history"]
+    assert (path / "metrics.jsonl").read_text() == history
     last.write_bytes(whole)
     assert run(capsys, "measure", "sharpness", path.name)[0] == 0
 

@@ -7,7 +7,7 @@ import pytest
 
 from cli_cases import QUICK, cut_short, in_an_empty_folder, run, trained_run
 from flatmin.lab.errors import RunError, SpecError
-from flatmin.lab.runs.directory import RunDirectory
+from flatmin.lab.runs.directory import RunDirectory, read_result
 from flatmin.lab.spec.experiment import Experiment
 
 
@@ -77,7 +77,7 @@ def test_the_largest_seed_trains(capsys, tmp_path):
 @pytest.mark.parametrize("mistake", [["--data.name", "folder:nowhere"], ["--model.checkpoint", "nowhere.pt"]])
 def test_a_run_that_could_not_begin_leaves_nothing_behind(mistake, capsys, tmp_path):
     assert run(capsys, *QUICK, *mistake)[0] in (2, 3)
-    assert list((tmp_path / "runs").iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_damaged_run_is_marked_in_the_list_which_goes_on(capsys, tmp_path):
@@ -111,7 +111,7 @@ DAMAGED = [
 @pytest.mark.parametrize(("command", "file"), DAMAGED, ids=[f"{c[0]} {f}" for c, f in DAMAGED])
 def test_a_damaged_file_is_named_and_its_remedy_mends_it(command, file, capsys, tmp_path):
     path = trained_run(capsys, tmp_path)
-    before = json.loads((path / "result.json").read_text())
+    before = (path / "metrics.jsonl").read_text()
     cut_short(path / file)
     named = () if command is QUICK else (path.name,)
     code, _, err = run(capsys, *command, *named)
@@ -121,7 +121,7 @@ def test_a_damaged_file_is_named_and_its_remedy_mends_it(command, file, capsys, 
     (path / file).unlink()
     assert run(capsys, *QUICK)[0] == 0
     assert run(capsys, *command, *named)[0] == 0
-    assert json.loads((path / "result.json").read_text())["history"] == before["history"]
+    assert (path / "metrics.jsonl").read_text() == before
 
 
 def test_show_says_where_the_run_was_and_gives_errors_in_percent(capsys, tmp_path):
@@ -131,8 +131,7 @@ def test_show_says_where_the_run_was_and_gives_errors_in_percent(capsys, tmp_pat
     for name in ("started", "torch", "num_workers", "precision", "num_threads"):
         assert name in out
         assert str(session[name]) in out
-    error = json.loads((path / "result.json").read_text())["metrics"]["test_error"]
-    assert f"{100 * error:.2f} %" in out
+    assert f"{100 * read_result(path).metrics['test_error']:.2f} %" in out
 
 
 def test_one_epoch_is_no_plural(capsys):

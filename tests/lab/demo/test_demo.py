@@ -15,6 +15,7 @@ from flatmin.lab.commands.demo import Demo, print_results
 from flatmin.lab.demo import study
 from flatmin.lab.demo.study import METHODS, NOISE_RATES, demo, demo_experiments, demo_settings, verdict
 from flatmin.lab.report import write_report
+from flatmin.lab.runs.directory import read_result
 from flatmin.lab.spec.experiment import Model
 from flatmin.lab.studies.contrasts import Contrast
 from flatmin.lab.studies.findings import Cell, LineFigure, SurfaceFigure
@@ -100,7 +101,7 @@ def test_table_has_the_numbers_of_the_runs(small_demo):
         test, train, sharpness, curvature = row[2:]
         for cell in (test, train, sharpness, curvature):
             assert len(cell.runs) == 2
-        results = [json.loads((runs / run / "result.json").read_text())["metrics"] for run in test.runs]
+        results = [read_result(runs / run).metrics for run in test.runs]
         assert test.values == pytest.approx([100 * metrics["test_error"] for metrics in results])
         assert train.values == pytest.approx([100 * metrics["train_error"] for metrics in results])
         for cell, kind, key in ((sharpness, "sharpness", "m_sharpness"), (curvature, "spectrum", "lambda_max")):

@@ -1,7 +1,5 @@
 """`flatmin reproduce all --scale smoke`: every table and figure of the paper, from the command to the page."""
 
-import json
-
 import pytest
 from flatmin.lab.studies.item import SCALES
 from flatmin.lab.studies.plan import planned_jobs
@@ -9,6 +7,7 @@ from flatmin.lab.sweeps.runners import ReadOnlyRunner
 
 from flatmin.cli import main
 from flatmin.lab.foret2021.items import ITEMS
+from flatmin.lab.runs.directory import read_result
 from flatmin.lab.studies.findings import Cell, Comparison
 
 TABLES = ("table1", "imagenet", "fine-tuning", "label-noise", "svhn-fashion", "noise-and-rho", "rho-0.05")
@@ -58,7 +57,7 @@ def _check_findings(name, findings, runs):
         chosen = "chosen" in table.title
         metric = "valid_error" if chosen or name == "noise-and-rho" else metric
         for cell in (c for row in table.rows for c in row if isinstance(c, Cell)):  # is the mean of what its runs say
-            results = [json.loads((runs / run / "result.json").read_text())["metrics"] for run in cell.runs]
+            results = [read_result(runs / run).metrics for run in cell.runs]
             mean = sum(100 * result[metric] for result in results) / len(results)
             assert cell.measured.mean == pytest.approx(100 - mean if name == "label-noise" and not chosen else mean)
 

@@ -8,7 +8,7 @@ import torch
 
 from flatmin.lab.errors import StorageError
 from flatmin.lab.runs import checkpoint
-from flatmin.lab.runs.checkpoint import checkpoints, latest_checkpoint, prepare_directory, read_state, save_checkpoint
+from flatmin.lab.runs.checkpoint import checkpoints, latest_checkpoint, prepare_directory, save_checkpoint
 
 CPU = torch.device("cpu")
 
@@ -21,7 +21,7 @@ def test_what_is_saved_comes_back_and_the_two_latest_are_kept(tmp_path):
     for step in (1, 2, 300, 40):
         save_checkpoint(tmp_path, step, state(step))
     assert [p.name[:13] for p in checkpoints(tmp_path)] == ["step-00000300", "step-00000040"]
-    loaded = read_state(latest_checkpoint(tmp_path), CPU)
+    loaded = latest_checkpoint(tmp_path)
     assert loaded["step"] == 300
     assert torch.equal(loaded["model"]["w"], torch.full((100,), 300.0))
 
@@ -34,7 +34,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before_with_a_warning(damage
     changed = content[:700] + bytes([content[700] ^ 1]) + content[701:]
     path.write_bytes({"truncated": content[:-50], "changed": changed, "emptied": b""}[damage])
     with pytest.warns(UserWarning, match=rf"{path.name} is corrupt .*falling back"):
-        assert read_state(latest_checkpoint(tmp_path), CPU)["step"] == 1
+        assert latest_checkpoint(tmp_path)["step"] == 1
 
 
 def test_without_a_whole_checkpoint_there_is_none(tmp_path):
@@ -48,7 +48,7 @@ def test_without_a_whole_checkpoint_there_is_none(tmp_path):
 def test_a_file_that_a_killed_process_left_half_written_is_never_a_checkpoint(tmp_path):
     save_checkpoint(tmp_path, 1, state(1))
     (tmp_path / "step-00000002.part").write_bytes(b"half")
-    assert read_state(latest_checkpoint(tmp_path), CPU)["step"] == 1
+    assert latest_checkpoint(tmp_path)["step"] == 1
     prepare_directory(tmp_path, 1000)
     assert not list(tmp_path.glob("*.part"))
 
@@ -65,7 +65,7 @@ def test_a_full_disk_loses_nothing_already_saved(tmp_path, monkeypatch):
         save_checkpoint(tmp_path, 2, state(2))
     monkeypatch.undo()
     assert list(tmp_path.iterdir()) == [kept]
-    assert read_state(latest_checkpoint(tmp_path), CPU)["step"] == 1
+    assert latest_checkpoint(tmp_path)["step"] == 1
 
 
 def test_too_little_room_is_an_error_beforehand(tmp_path, monkeypatch):

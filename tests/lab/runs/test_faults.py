@@ -43,10 +43,10 @@ class StopAt:
         pass
 
 
-def interrupted(experiment, runs, step, **keywords):
+def interrupted(experiment, runs, step, seed=0, **keywords):
     with pytest.raises(InterruptedRun):
-        train(experiment, runs=runs, callback=StopAt(step), **keywords)
-    return runs / experiment.run_name(0)
+        train(experiment, runs=runs, seed=seed, callback=StopAt(step), **keywords)
+    return runs / experiment.run_name(seed)
 
 
 def flip(path, place=0.5):
@@ -84,7 +84,7 @@ def test_corrupt_checkpoints_never_count_among_those_that_are_kept(finished, tmp
         flip(path)
     with pytest.warns(UserWarning, match="is corrupt"):
         interrupted(SMALL, tmp_path, 1)
-    assert read_state(latest_checkpoint(run / "checkpoints"), CPU)["step"] == 1
+    assert latest_checkpoint(run / "checkpoints")["step"] == 1
     assert train(SMALL, runs=tmp_path).history == finished.history
 
 
@@ -114,8 +114,7 @@ def garbage(state):
 
 
 def beyond_the_last_epoch(state):
-    history = json.dumps([{"epoch": k} for k in range(9)])
-    return state | {"epoch": 9, "step": 27, "batch": 0, "history": history}
+    return state | {"epoch": 9, "step": 27, "batch": 0}
 
 
 def of_another_model(state):
@@ -125,7 +124,7 @@ def of_another_model(state):
 @pytest.mark.parametrize("wrong", [garbage, beyond_the_last_epoch, of_another_model])
 def test_a_checkpoint_with_the_right_checksum_and_the_wrong_content_is_skipped(wrong, copy, finished):
     (copy / "result.json").unlink()
-    state = read_state(latest_checkpoint(copy / "checkpoints"), CPU)
+    state = latest_checkpoint(copy / "checkpoints")
     save_checkpoint(copy / "checkpoints", 9999, wrong(state))
     with pytest.warns(UserWarning, match=r"step-00009999-\w+\.pt is corrupt \(.*falling back"):
         resumed = train(SMALL, runs=copy.parent)
@@ -189,7 +188,7 @@ def test_another_run_of_the_same_name_is_noticed(copy):
     assert train(experiment, runs=copy.parent).history == first.history  # it need not exist any more
     train(SMALL, runs=copy.parent)
     last = checkpoints(copy / "checkpoints")[0]
-    state = read_state(last.read_bytes(), CPU)
+    state = read_state(last)
     state["model"]["conv1.weight"] += 1
     last.unlink()
     save_checkpoint(copy / "checkpoints", 6, state)
@@ -253,7 +252,7 @@ def test_of_a_large_dataset_only_names_labels_and_sizes_are_compared(images, tmp
 
 
 def test_another_weights_file_at_the_same_path_is_noticed(finished, tmp_path):
-    state = read_state(latest_checkpoint(finished.directory / "checkpoints"), CPU)["model"]
+    state = latest_checkpoint(finished.directory / "checkpoints")["model"]
     torch.save(state, tmp_path / "weights.pt")
     model = Model(name="cnn-4", checkpoint=str(tmp_path / "weights.pt"))
     experiment = dataclasses.replace(SMALL, model=model, epochs=1)
@@ -284,28 +283,74 @@ def test_another_number_of_threads_is_said_when_a_run_resumes(num_threads, copy,
 # Files that were edited
 
 
-def another_step(content):
-    content["metrics"]["step"] = content["history"][-1]["step"] = 5
-
-
-def another_error(content):
-    content["history"][-1]["test_error"] = content["metrics"]["test_error"] = 0.5
-
-
-@pytest.mark.parametrize("change", [another_step, another_error])
-def test_an_edited_result_is_not_measured(change, copy):
-    edit(copy / "result.json", change)
-    with pytest.raises(CorruptFileError, match=r"result\.json is corrupt \(its metrics are not those of step-0000000"):
-        load_trained(copy)
-
-
-def test_a_result_with_one_digit_changed_is_never_returned(copy):
-    text = (copy / "result.json").read_text()
-    place = text.index('"test_error": 0.') + len('"test_error": 0.')
-    (copy / "result.json").write_text(text[:place] + str((int(text[place]) + 1) % 10) + text[place + 1 :])
-    for read in (read_result, last_metrics, lambda path: train(SMALL, runs=path.parent)):
-        with pytest.raises(CorruptFileError, match=r"result\.json is corrupt \(its checksum differs\)"):
+def test_a_number_that_was_changed_is_never_returned(copy):
+    text = (copy / "metrics.jsonl").read_text()
+    place = text.rindex('"test_error": 0.') + len('"test_error": 0.')
+    (copy / "metrics.jsonl").write_text(text[:place] + str((int(text[place]) + 1) % 10) + text[place + 1 :])
+    for read in (read_result, last_metrics, load_trained, lambda path: train(SMALL, runs=path.parent)):
+        with pytest.raises(CorruptFileError, match=r"metrics\.jsonl is corrupt \(a line is corrupt\)"):
             read(copy)
+
+
+@pytest.mark.parametrize("lines", [0, 1])
+def test_a_finished_run_that_lost_epochs_is_not_returned(lines, copy):
+    text = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (copy / "metrics.jsonl").write_text("".join(text[:lines]))
+    with pytest.raises(CorruptFileError, match="does not end where result.json says"):
+        read_result(copy)
+    (copy / "result.json").unlink()
+    with pytest.raises(CorruptFileError, match=f"it has {lines} of the 2 epochs of the latest checkpoint"):
+        train(SMALL, runs=copy.parent)
+    (copy / "metrics.jsonl").write_text(text[1])
+    with pytest.raises(CorruptFileError, match="an epoch is missing"):
+        last_metrics(copy)
+
+
+# Files of another run
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    """Return the same experiment with another seed, and kept weights."""
+    return train(dataclasses.replace(SMALL, keep_every=1), seed=1, runs=tmp_path_factory.mktemp("other")).directory
+
+
+@pytest.fixture
+def kept(tmp_path):
+    return train(dataclasses.replace(SMALL, keep_every=1), runs=tmp_path / "runs").directory
+
+
+@pytest.mark.parametrize("file", ["metrics.jsonl", "result.json", "environment.json"])
+def test_a_file_of_another_run_is_refused(file, kept, other):
+    shutil.copy(other / file, kept / file)
+    with pytest.raises(CorruptFileError, match=rf"{file} is corrupt \(it belongs to .*restore the name or the file"):
+        train(dataclasses.replace(SMALL, keep_every=1), runs=kept.parent)
+
+
+def test_weights_of_another_run_are_not_measured(kept, other):
+    for file in ("weights/epoch-000001-*.pt", "checkpoints/step-00000006-*.pt"):
+        (own,), (foreign,) = kept.glob(file), other.glob(file)
+        own.unlink()
+        shutil.copy(foreign, own.parent)
+    for epoch in (1, None):
+        with pytest.raises(RunError, match=r"is corrupt \(it belongs to the run \w+-seed1\)"):
+            load_trained(kept, epoch=epoch)
+
+
+def test_a_checkpoint_of_another_run_is_not_trained_on(finished, tmp_path):
+    run = interrupted(SMALL, tmp_path / "runs", 4)
+    other = interrupted(SMALL, tmp_path / "other", 5, seed=1)
+    for path in checkpoints(other / "checkpoints"):
+        shutil.copy(path, run / "checkpoints")
+    with pytest.warns(UserWarning, match="is corrupt .it belongs to the run"):
+        assert train(SMALL, runs=tmp_path / "runs").history == finished.history
+
+
+def test_a_renamed_run_does_not_resume(tmp_path):
+    run = interrupted(SMALL, tmp_path, 2, seed=1)
+    run.rename(tmp_path / SMALL.run_name(0))
+    with pytest.raises(CorruptFileError, match=r"environment\.json is corrupt .it belongs to another run.*was renamed"):
+        train(SMALL, runs=tmp_path)
 
 
 def test_an_edited_spec_is_not_measured(copy):
@@ -319,7 +364,7 @@ def test_a_copied_directory_is_not_another_run(copy):
     other_seed = shutil.copytree(copy, copy.with_name(copy.name.replace("seed0", "seed1")))
     with pytest.raises(CorruptFileError, match="copied or renamed"):
         read_result(again)
-    with pytest.raises(CorruptFileError, match="it has the result of seed 0"):
+    with pytest.raises(CorruptFileError, match="belongs to another run.*renamed"):
         read_result(other_seed)
 
 

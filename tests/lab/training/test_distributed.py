@@ -21,7 +21,7 @@ from flatmin.lab.data.pipeline import Pipeline
 from flatmin.lab.data.randomness import Purpose, torch_seed
 from flatmin.lab.errors import RunError
 from flatmin.lab.models.build import build_model
-from flatmin.lab.runs.checkpoint import latest_checkpoint, read_state
+from flatmin.lab.runs.checkpoint import latest_checkpoint
 from flatmin.lab.spec.datasets import dataset_info
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
 from flatmin.lab.training.distributed import _unused_part
@@ -55,7 +55,7 @@ def torchrun(experiment, folder, die_at=-1):
 
 
 def final_weights(directory):
-    return read_state(latest_checkpoint(directory / "checkpoints"), torch.device("cpu"))["model"]
+    return latest_checkpoint(directory / "checkpoints")["model"]
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import torch
 
 from flatmin.lab.data.datasets import load_dataset
 from flatmin.lab.models.build import build_model
-from flatmin.lab.runs.checkpoint import latest_checkpoint, read_state
+from flatmin.lab.runs.checkpoint import latest_checkpoint
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
 from flatmin.lab.training.engine import train
 from flatmin.lab.training.relabel import predicted_labels, read_predicted_labels, relabeled
@@ -77,7 +77,7 @@ def test_weights_along_training_are_kept_and_lead_to_the_last_ones(tmp_path):
     spec = noisy(data=Data(train_size=80, batch_size=40), epochs=4, keep_every=2)
     run = train(spec, seed=1, runs=tmp_path)
     assert [p.name[:12] for p in sorted((run.directory / "weights").iterdir())] == [f"epoch-{k:06d}" for k in (0, 2, 4)]
-    last = read_state(latest_checkpoint(run.directory / "checkpoints"), torch.device("cpu"))["model"]
+    last = latest_checkpoint(run.directory / "checkpoints")["model"]
     for name, value in load_trained(run.directory, epoch=4).network.state_dict().items():
         assert torch.equal(value, last[name])
     assert not torch.equal(load_trained(run.directory, epoch=2).network.conv1.weight, last["conv1.weight"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flatmin.lab.models.build import build_model
-from flatmin.lab.runs.checkpoint import latest_checkpoint, read_state
+from flatmin.lab.runs.checkpoint import latest_checkpoint
 from flatmin.lab.spec.experiment import Model
 from two_hosts import output, torchrun, two_hosts
 
@@ -57,10 +57,7 @@ def assert_same_runs(found, expected):
     assert sorted(path.name for path in found.iterdir()) == names
     for name in names:
         assert (found / name / "metrics.jsonl").read_bytes() == (expected / name / "metrics.jsonl").read_bytes()
-        states = [
-            read_state(latest_checkpoint(runs / name / "checkpoints"), torch.device("cpu"))["model"]
-            for runs in (found, expected)
-        ]
+        states = [latest_checkpoint(runs / name / "checkpoints")["model"] for runs in (found, expected)]
         assert all(torch.equal(states[0][key], value) for key, value in states[1].items())
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from flatmin.lab.runs.directory import Metrics
+from flatmin.lab.runs.history import Metrics
 from flatmin.lab.spec.fields import finite
 from flatmin.lab.training.steps import StepMetrics
 

@@ -1,7 +1,7 @@
 """Checkpoints that are complete or absent: written to a temporary file, checksummed, then renamed.
 
-A file is called ``step-00001234-SHA256.pt``, with the first 16 digits of its content's checksum, so that corruption
-shows. It holds only tensors, numbers and strings (``weights_only=True``). The two latest intact ones are kept.
+A file is called ``step-00001234-SHA256.pt``, with the first 16 digits of its content's checksum. It holds only tensors,
+numbers and strings (``weights_only=True``), among them the run it belongs to. The two latest intact ones are kept.
 """
 
 import hashlib
@@ -18,91 +18,93 @@ from typing import Any
 import torch
 
 from flatmin.lab.errors import StorageError
-from flatmin.lab.runs.json_files import TEMPORARY_SUFFIX, remove_temporary_files, storing
+from flatmin.lab.runs.json_files import (
+    TEMPORARY_SUFFIX,
+    open_own,
+    remove_temporary_files,
+    run_id,
+    storing,
+    to_disk,
+)
 
 PATTERN = re.compile(r"step-(\d{8,})-([0-9a-f]{16})\.pt")
 NUM_KEPT = 2
+State = dict[str, Any]
 
 
-def save_checkpoint(directory: Path, step: int, state: dict[str, Any]) -> Path:
+def save_checkpoint(directory: Path, step: int, state: State) -> Path:
     """Write a checkpoint atomically and remove all but it and the latest intact one of the others.
 
     Raises:
         StorageError: the disk is full or the directory not writable; earlier checkpoints are unchanged.
     """
-    try:
-        path = _write_state(directory, f"step-{step:08d}", state)
-    except (OSError, RuntimeError) as error:  # torch's zip writer turns a full disk into a RuntimeError
-        kept = [p.name for p in checkpoints(directory)]
-        raise StorageError(
-            f"The checkpoint of step {step} cannot be written to {directory}: {error}. "
-            f"{'Saved so far: ' + kept[0] + '.' if kept else 'Nothing was saved before.'} "
-            "Free some disk space or choose another --runs directory, and rerun the command to resume."
-        ) from error
+    path = _save(directory, f"step-{step:08d}", f"The checkpoint of step {step}", state)
     others = [other for other in checkpoints(directory) if other.name != path.name]
     if len(others) >= NUM_KEPT:
-        kept_file = next((other for other in others if _is_intact(other)), None)
+        kept = next((other for other in others if _is_intact(other)), None)
         for old in others:
-            if old != kept_file:
-                with suppress(OSError):  # a directory in place of a file, say: it is in nobody's way
+            if old != kept:
+                with suppress(OSError):  # it may be a directory in place of a file
                     old.unlink(missing_ok=True)
     return path
 
 
-def save_epoch_weights(directory: Path, epoch: int, state: dict[str, Any]) -> Path:
+def save_epoch_weights(directory: Path, epoch: int, weights: State) -> Path:
     """Write the weights after an epoch, to be kept.
 
     Raises:
         StorageError: the disk is full or the directory not writable.
     """
-    try:
+    with storing(directory, "Free some disk space, and rerun the command to resume."):
         directory.mkdir(exist_ok=True)
-        return _write_state(directory, f"epoch-{epoch:06d}", state)
-    except (OSError, RuntimeError) as error:
-        raise StorageError(
-            f"The weights of epoch {epoch} cannot be written to {directory}: {error}. Free some disk space, and rerun "
-            "the command to resume."
-        ) from error
+    return _save(directory, f"epoch-{epoch:06d}", f"The weights of epoch {epoch}", {"epoch": epoch, "model": weights})
 
 
-def intact_file(directory: Path, stem: str) -> Path | None:
-    """Return the file of a step (``step-00000012``) or epoch (``epoch-000003``) if it is intact, or None."""
-    return next((path for path in sorted(directory.glob(f"{stem}-*.pt")) if _is_intact(path)), None)
-
-
-def latest_checkpoint(directory: Path, check: Callable[[dict[str, Any]], None] | None = None) -> bytes | None:
-    """Return the content of the latest usable checkpoint, or None. Each corrupt one is skipped with a warning.
+def latest_checkpoint(directory: Path, check: Callable[[State], None] | None = None) -> State | None:
+    """Return the latest usable checkpoint, its tensors on the CPU, or None. Each corrupt one is skipped with a warning.
 
     Args:
         directory: where the checkpoints are.
-        check: raises a ValueError if a state does not belong to the run; if None, only checksums are compared.
+        check: raises a ValueError if the run cannot resume from a state.
     """
     for path in checkpoints(directory):
         try:
-            content = path.read_bytes()
-            if hashlib.sha256(content).hexdigest()[:16] != _checksum_in_name(path):
-                raise ValueError("its checksum differs")
+            state = read_state(path)
             if check is not None:
-                check(read_state(content, torch.device("cpu")))
-            return content
-        except (OSError, ValueError) as error:
+                check(state)
+            return state
+        except ValueError as error:
             warnings.warn(f"{path} is corrupt ({error}); falling back to the previous checkpoint.", stacklevel=2)
     return None
 
 
-def read_state(content: bytes, device: torch.device) -> dict[str, Any]:
-    """Return what was saved, with its tensors on a device.
+def find_state(directory: Path, stem: str) -> Path | None:
+    """Return the file of a step (``step-00000012``) or epoch (``epoch-000003``), of several an intact one, or None."""
+    files = sorted(directory.glob(f"{stem}-*.pt"))
+    return next((path for path in files[:-1] if _is_intact(path)), files[-1] if files else None)
+
+
+def read_state(path: Path) -> State:
+    """Read what was saved, once, with its tensors on the CPU.
 
     Raises:
-        ValueError: the content is not that of a checkpoint.
+        ValueError: the file is missing or corrupt, or belongs to another run.
     """
     try:
-        state: dict[str, Any] = torch.load(io.BytesIO(content), map_location=device, weights_only=True)
+        content = path.read_bytes()
+    except OSError as error:
+        raise ValueError(str(error)) from error
+    if _checksum(content) != _checksum_in_name(path):
+        raise ValueError("its checksum differs")
+    try:
+        state: State = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises errors of many types over bytes that are not its own
         raise ValueError(f"torch cannot load it: {type(error).__name__}") from error
-    if not isinstance(state, dict):
+    if not isinstance(state, dict) or "run" not in state:
         raise ValueError("it does not hold the state of a run")
-    return state
+    if state["run"] != run_id(path):
+        raise ValueError(f"it belongs to the run {state['run']}")
+    return state | {"checksum": _checksum_in_name(path)}
 
 
 def checkpoints(directory: Path) -> list[Path]:
@@ -142,25 +144,29 @@ def prepare_directory(directory: Path, needed_bytes: int) -> None:
         )
 
 
-def _write_state(directory: Path, stem: str, state: dict[str, Any]) -> Path:
+def _save(directory: Path, stem: str, what: str, state: State) -> Path:
     temporary = directory / f"{stem}{TEMPORARY_SUFFIX}"
     try:
-        with temporary.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        path = directory / f"{stem}-{_checksum(temporary)}.pt"
+        with open_own(temporary, "wb") as file:
+            torch.save({**state, "run": run_id(directory)}, file)
+            to_disk(file)
+        path = directory / f"{stem}-{_checksum(temporary.read_bytes())}.pt"
         temporary.replace(path)
         _sync_directory(directory)
-    except (OSError, RuntimeError):
+    except (OSError, RuntimeError) as error:  # torch's zip writer turns a full disk into a RuntimeError
         temporary.unlink(missing_ok=True)
-        raise
+        saved = [path.name for path in checkpoints(directory)]
+        raise StorageError(
+            f"{what} cannot be written to {directory}: {error}. "
+            f"{f'Saved so far: {saved[0]}. ' if saved else ''}"
+            "Free some disk space or choose another --runs directory, and rerun the command to resume."
+        ) from error
     return path
 
 
 def _is_intact(path: Path) -> bool:
     try:
-        return _checksum(path) == _checksum_in_name(path)
+        return _checksum(path.read_bytes()) == _checksum_in_name(path)
     except OSError:
         return False
 
@@ -169,8 +175,8 @@ def _checksum_in_name(path: Path) -> str:
     return path.stem.rpartition("-")[2]
 
 
-def _checksum(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+def _checksum(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def _sync_directory(directory: Path) -> None:

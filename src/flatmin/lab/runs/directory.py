@@ -3,25 +3,34 @@
 spec.json, metrics.jsonl, speed.jsonl, label_noise.json, predicted_labels.json, environment.json, result.json,
 problem.json, tensorboard/, checkpoints/, weights/, measures/, lock.
 
-``metrics.jsonl`` holds only what is bitwise identical in every repetition of the run; how fast it went is in
-``speed.jsonl``. A sweep writes ``problem.json`` for a run whose loss diverged, and skips that run until the file is
-deleted.
+``result.json`` marks the end of a run; its metrics are in ``metrics.jsonl``, and how fast it went in ``speed.jsonl``.
+A sweep writes ``problem.json`` for a run whose loss diverged, and skips that run until the file is deleted.
 """
 
 import json
 import os
 import shutil
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, TypeGuard
+from typing import IO, Any
 
 from flatmin.lab.errors import CorruptFileError, RunError, RunLockedError, SpecError
 from flatmin.lab.runs.environment import check_sessions, environment, read_sessions
-from flatmin.lab.runs.json_files import read_json, remove_temporary_files, storing, write_atomic, write_json
+from flatmin.lab.runs.history import Metrics as Metrics
+from flatmin.lab.runs.history import is_number, read_history
+from flatmin.lab.runs.json_files import (
+    append,
+    open_own,
+    read_file,
+    read_json,
+    remove_temporary_files,
+    run_id,
+    storing,
+    write_atomic,
+    write_json,
+)
 from flatmin.lab.spec.experiment import Experiment
 
-Metrics = dict[str, float | int | None]
 PROBLEM_FILE = "problem.json"
 CHOOSE_RUNS = "Choose another directory with --runs."
 
@@ -102,7 +111,7 @@ class RunDirectory:
         """Return the result if the run is finished. Nothing is written.
 
         Args:
-            num_workers: how many workers ask for it; None if that is of no importance.
+            num_workers: how many workers ask for it; None if that does not matter.
 
         Raises:
             RunError: it is the result of another experiment or of another number of workers.
@@ -111,20 +120,12 @@ class RunDirectory:
         if not is_finished(self.path):
             return None
         if num_workers is not None:
-            check_sessions(self.path, num_workers, is_finished(self.path))
+            check_sessions(self.path, num_workers, True)
         return read_result(self.path)
-
-    def write_history(self, history: list[Metrics]) -> None:
-        """Replace metrics.jsonl by the history of a checkpoint, without the lines of a session that was killed."""
-        write_atomic(self.path / "metrics.jsonl", "".join(map(_checked_line, history)))
-
-    def add_metrics(self, line: Metrics) -> None:
-        """Append an epoch to metrics.jsonl."""
-        _append(self.path / "metrics.jsonl", _checked_line(line))
 
     def add_speed(self, line: Metrics) -> None:
         """Append how fast an epoch was to speed.jsonl."""
-        _append(self.path / "speed.jsonl", json.dumps(line) + "\n")
+        append(self.path / "speed.jsonl", json.dumps(line) + "\n")
 
     def write_noise(self, rate: float, seed: int, flipped: list[int]) -> None:
         """Record which training labels were flipped."""
@@ -141,19 +142,12 @@ class RunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
         write_json(self.path / PROBLEM_FILE, {"problem": problem})
 
-    def finish(self, history: list[Metrics], time_seconds: float) -> Result:
-        """Write the result: from now on the run is finished."""
-        content = {
-            "name": self.experiment.name,
-            "seed": self.seed,
-            "metrics": history[-1],
-            "history": history,
-            "time_seconds": time_seconds,
-        }
+    def finish(self, time_seconds: float) -> Result:
+        """Mark the run as finished, and return its result."""
+        last = read_history(self.path)[-1]
+        content = {"epoch": last["epoch"], "step": last["step"], "time_seconds": time_seconds}
         write_json(self.path / "result.json", content)
-        return Result(
-            experiment=self.experiment, seed=self.seed, directory=self.path, history=history, time_seconds=time_seconds
-        )
+        return read_result(self.path)
 
 
 def run_directories(runs: Path) -> list[Path]:
@@ -162,7 +156,7 @@ def run_directories(runs: Path) -> list[Path]:
 
 
 def is_finished(path: Path) -> bool:
-    """Return whether the directory is that of a finished run."""
+    """Return whether the directory has a finished run."""
     return (path / "result.json").exists()
 
 
@@ -179,11 +173,15 @@ def read_result(path: Path) -> Result:
         raise RunError(
             f"{path} is not the directory of a finished run: {Path(error.filename).name} is missing."
         ) from None
-    seed, history, seconds = content.get("seed"), content.get("history"), content.get("time_seconds")
-    if not (_is_history(history) and _is_number(seconds) and content.get("metrics", history[-1]) == history[-1]):
-        raise CorruptFileError(path / "result.json", "it does not hold the result of a run")
-    if not isinstance(seed, int) or seed != run_seed(path):
-        raise CorruptFileError(path / "result.json", f"it has the result of seed {seed}")
+    # The stored runs of results/ have their histories here.
+    history: list[Metrics] = content["history"] if content.get("history") else read_history(path)
+    seconds, seed = content.get("time_seconds", -1), run_seed(path)
+    if not is_number(seconds) or seed is None:
+        raise CorruptFileError(path / "result.json", "it does not mark the end of a run")
+    last = history[-1] if history else {}
+    ends_there = all(content.get(name) == last.get(name, -1) for name in ("epoch", "step"))
+    if not content.get("history") and not ends_there:
+        raise CorruptFileError(path / "metrics.jsonl", "it does not end where result.json says")
     return Result(experiment=experiment, seed=seed, directory=path, history=history, time_seconds=seconds)
 
 
@@ -196,16 +194,13 @@ def read_spec(path: Path) -> Experiment:
     """
     file = path / "spec.json"
     try:
-        experiment = Experiment.from_json(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise
-    except (OSError, SpecError, ValueError, RecursionError) as error:
+        experiment = Experiment.from_json(read_file(file).decode())
+    except (SpecError, ValueError, RecursionError) as error:
         raise CorruptFileError(file, error) from None
-    name = experiment.run_name(0).removesuffix("0")
-    if not any(found.removeprefix(name).isdigit() for found in _names(path)):
+    if (run_id(path) or "").partition("-")[0] != experiment.run_hash():
         raise CorruptFileError(
             file,
-            f"it belongs to another experiment, whose directories are called {name}N",
+            f"it belongs to another experiment, whose directories are called {experiment.run_name(0)[:-1]}N",
             "It was edited, the directory was copied or renamed, or a default of flatmin has changed since. Restore "
             "the file or the name; or move the directory away and train again.",
         )
@@ -214,13 +209,8 @@ def read_spec(path: Path) -> Experiment:
 
 def run_seed(path: Path) -> int | None:
     """Return the seed of a run by the name of its directory; None if that is not the name of a run."""
-    seeds = (name.rpartition("-seed")[2] for name in _names(path))
-    return next((int(seed) for seed in seeds if seed.isascii() and seed.isdigit()), None)
-
-
-def _names(path: Path) -> tuple[str, str]:
-    """Return what a directory is called, by the path itself and with links followed (also of ``.``)."""
-    return path.name, path.resolve().name
+    run = run_id(path)
+    return None if run is None else int(run.partition("-seed")[2])
 
 
 def read_problem(path: Path) -> str | None:
@@ -241,55 +231,12 @@ def last_metrics(path: Path) -> Metrics:
     Raises:
         CorruptFileError: a file cannot be used.
     """
-    if is_finished(path):
-        return read_result(path).metrics
-    file = path / "metrics.jsonl"
-    try:
-        lines = file.read_bytes().splitlines()
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise CorruptFileError(file, error, "Rerun the training command, which writes it again.") from None
-    for line in reversed(lines):
-        try:
-            metrics = json.loads(line)
-        except (ValueError, RecursionError):  # a killed process may leave half a line, which the next session replaces
-            continue
-        checksum = metrics.pop("crc32", None) if isinstance(metrics, dict) else None
-        if not _is_history([metrics]) or checksum not in (None, _crc32(metrics)):  # older lines have none
-            raise CorruptFileError(file, "a line is corrupt", "Rerun the training command, which writes it again.")
-        return dict(metrics)
-    return {}
-
-
-def _checked_line(line: Metrics) -> str:
-    return json.dumps(line | {"crc32": _crc32(line)}) + "\n"
-
-
-def _crc32(line: Metrics) -> int:
-    return zlib.crc32(json.dumps(line).encode())
-
-
-def _is_history(history: Any) -> TypeGuard[list[Metrics]]:
-    return (
-        isinstance(history, list)
-        and len(history) > 0
-        and all(isinstance(line, dict) and isinstance(line.get("epoch"), int) for line in history)
-        and all(value is None or _is_number(value) for line in history for value in line.values())
-    )
-
-
-def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _append(path: Path, line: str) -> None:
-    with storing(path, "What was saved before is unchanged."), path.open("a") as file:
-        file.write(line)
+    history = read_result(path).history if is_finished(path) else read_history(path)
+    return history[-1] if history else {}
 
 
 def _locked(path: Path) -> IO[str]:
-    file = path.open("w")
+    file = open_own(path, "w")
     if os.name == "posix":
         import fcntl
 

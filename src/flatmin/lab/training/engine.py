@@ -5,19 +5,21 @@ and threads, however often the run was killed. To that end everything random is 
 worker), and a checkpoint between any two steps holds all the rest.
 """
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import torch
 
-from flatmin.lab.errors import SpecError
+from flatmin.lab.data.datasets import load_dataset
+from flatmin.lab.errors import DataError, ModelError, SpecError
 from flatmin.lab.runs.directory import Result, RunDirectory, is_finished
+from flatmin.lab.runs.inputs import IMAGES, WEIGHTS, check_inputs, recorded_inputs
 from flatmin.lab.spec.experiment import Experiment
 from flatmin.lab.training.distributed import Workers, join_workers
 from flatmin.lab.training.precision import deterministic_algorithms
 from flatmin.lab.training.run import Run
 from flatmin.lab.training.session import Callback, deferred_signals
-from flatmin.lab.training.trained_model import check_inputs_of_finished
+from flatmin.lab.training.trained_model import with_weights_file
 
 CHECKPOINT_SECONDS = 60.0
 
@@ -77,24 +79,35 @@ def _train(
     workers: Workers,
 ) -> Result:
     """Train one model; one that bootstraps needs its finished first stage."""
+    directory = RunDirectory(experiment, seed, runs)
+    finished = workers.on_main(lambda: _finished(directory, workers.count, data_root))
+    if finished is not None:
+        return finished  # without the lock: the disk may be read-only
     with ExitStack() as stack:
-        directory = RunDirectory(experiment, seed, runs)
-        stack.callback(directory.close)  # only the main process opens it
-        finished = workers.on_main(lambda: _open(directory, workers.count, data_root))
-        if finished is not None:
-            return finished
         stack.enter_context(torch.random.fork_rng([workers.device] if workers.device.type == "cuda" else []))
         interruption = stack.enter_context(deferred_signals())
         run = Run(experiment, seed, directory, workers, data_root)
+        run.stop_if_interrupted(interruption)
+        stack.callback(directory.close)  # only the main process opens it
+        workers.on_main(lambda: directory.open(workers.count))
+        finished = workers.on_main(lambda: directory.result(workers.count))
+        if finished is not None:  # by another process, in the meantime
+            return finished
         run.resume()
         return run.run_epochs(callback if workers.is_main else None, interruption, checkpoint_seconds)
 
 
-def _open(directory: RunDirectory, num_workers: int, data_root: Path | None) -> Result | None:
-    """Return the result of a finished run, or lock its directory; in the main process."""
-    if not (is_finished(directory.path) and (directory.path / "spec.json").exists()):
-        directory.open(num_workers)  # not for a finished run: the disk may be read-only
-    finished = directory.result(num_workers)
-    if finished is not None:
-        check_inputs_of_finished(finished, data_root)
+def _finished(directory: RunDirectory, num_workers: int, data_root: Path | None) -> Result | None:
+    """Return the result of a finished run whose inputs are unchanged, or gone."""
+    path = directory.path
+    if not (is_finished(path) and (path / "spec.json").exists()):
+        return None
+    finished, model = directory.result(num_workers), directory.experiment.model
+    recorded = recorded_inputs(path)
+    with suppress(DataError):
+        if IMAGES in recorded:
+            check_inputs(path, load_dataset(directory.experiment.data, data_root=data_root))
+    with suppress(ModelError):
+        if WEIGHTS in recorded:
+            check_inputs(path, None, with_weights_file(model, path.parent).checkpoint)
     return finished

@@ -9,23 +9,20 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
-from flatmin.lab.data.datasets import Dataset, load_dataset
+from flatmin.lab.data.datasets import load_dataset
 from flatmin.lab.data.pipeline import epoch_batches
 from flatmin.lab.data.randomness import Purpose, torch_seed
-from flatmin.lab.errors import DivergedError, InterruptedRun, RunError
+from flatmin.lab.errors import CorruptFileError, DivergedError, InterruptedRun, RunError
 from flatmin.lab.models.build import build_model, freeze_batch_norm
-from flatmin.lab.runs.checkpoint import (
-    latest_checkpoint,
-    prepare_directory,
-    read_state,
-    save_checkpoint,
-    save_epoch_weights,
-)
-from flatmin.lab.runs.directory import Metrics, Result, RunDirectory
-from flatmin.lab.runs.inputs import check_inputs, image_fingerprint, weights_fingerprint
+from flatmin.lab.runs.checkpoint import latest_checkpoint, prepare_directory, save_checkpoint, save_epoch_weights
+from flatmin.lab.runs.directory import Result, RunDirectory
+from flatmin.lab.runs.history import Metrics, add_metrics, read_history, write_history
+from flatmin.lab.runs.inputs import check_inputs
 from flatmin.lab.runs.tensorboard import tensorboard, write_events
 from flatmin.lab.spec.experiment import Experiment
 from flatmin.lab.spec.fields import finite
@@ -43,27 +40,21 @@ GPU_ATTENTION_STEPS = 20  # reading the loss, or asking the other workers, synch
 
 
 class Run:
-    """A run in progress."""
+    """A run in progress. Building it reads data and initial weights; nothing is written before `resume`."""
 
     def __init__(
         self, experiment: Experiment, seed: int, directory: RunDirectory, workers: Workers, data_root: Path | None
     ) -> None:
-        self.experiment, self.directory, self.workers = experiment, directory, workers
-        self.dataset = loaded = workers.on_each(lambda: load_dataset(experiment.data, data_root=data_root))
+        self.experiment, self.directory, self.workers, self.data_root = experiment, directory, workers, data_root
+        self.dataset = workers.on_each(lambda: load_dataset(experiment.data, data_root=data_root))
+        self.run_seed = seed
         if experiment.data.bootstrap:
-            first_stage = directory.path.with_name(experiment.first_stage().run_name(seed))
-            labels = workers.on_main(
-                lambda: predicted_labels(
-                    directory.path, loaded, lambda: load_trained(first_stage, data_root=data_root).predicted_labels()
-                )
-            )
-            self.dataset = relabeled(loaded, labels)
             seed = torch_seed(seed, Purpose.SECOND_STAGE)  # from scratch: another start, another order
         self.seed = seed
         torch.manual_seed(torch_seed(seed, Purpose.NETWORK_INIT))
         info = self.dataset.info
         network = workers.on_each(self._build_network)
-        self.inputs = workers.on_main(lambda: self._check_inputs(loaded))
+        self.inputs = workers.on_main(lambda: check_inputs(directory.path, self.dataset, self.weights_file))
         self.network: nn.Module = network.to(workers.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.stepper = Stepper(experiment, self.network, seed, workers)
         self.pipeline = model_pipeline(network, experiment, info, seed, workers)
@@ -83,12 +74,6 @@ class Run:
         self.weights_file = model.checkpoint
         return build_model(model, num_classes=info.num_classes, in_channels=info.channels)
 
-    def _check_inputs(self, dataset: Dataset) -> dict[str, str]:
-        """Compare the files from outside with those of earlier sessions, and return their fingerprints."""
-        inputs = image_fingerprint(dataset) | weights_fingerprint(self.weights_file)
-        check_inputs(self.directory.path, inputs)
-        return inputs
-
     def _check_batch_size(self) -> None:
         smallest = len(self.dataset.train.labels) // self.steps_per_epoch
         if smallest < self.workers.count:
@@ -99,19 +84,20 @@ class Run:
 
     def resume(self) -> None:
         """Load the latest usable checkpoint, or save the start, which shows that checkpoints can be written."""
-        content = self.workers.on_main(self._latest_checkpoint)
-        if content is not None:
-            state = read_state(content, self.workers.device)
+        if self.experiment.data.bootstrap:
+            self.dataset = relabeled(self.dataset, self.workers.on_main(self._predicted_labels))
+        state, history = self.workers.on_main(self._read_saved)
+        if state is not None:
             self.network.load_state_dict(state["model"])
             self.stepper.optimizer.load_state_dict(state["optimizer"])
-            self.progress = RunProgress.from_state(state, self.workers)
+            self.progress = RunProgress.from_state(state, history, self.workers)
         if self.experiment.optim.rho_factor is not None and self.experiment.epochs:
-            self.stepper.set_rho(self._suggested_rho() if content is None else self.progress.rho)
+            self.stepper.set_rho(self._suggested_rho() if state is None else self.progress.rho)
             self.progress.rho = self.stepper.rho
         self.workers.on_main(self._write_start)
-        if content is None and self.experiment.epochs:  # without training, the evaluation saves the one checkpoint
+        if state is None and self.experiment.epochs:  # without training, the evaluation saves the one checkpoint
+            self._keep_weights()  # first: a run that has a checkpoint has its initial weights
             self.save()
-            self._keep_weights()
 
     def _suggested_rho(self) -> float:
         """Measure the radius of a run whose `optim.rho` is auto or a factor; exactly once, before the first step."""
@@ -127,17 +113,33 @@ class Run:
         if self.experiment.model.freeze_batch_norm:
             freeze_batch_norm(self.network)
 
-    def _latest_checkpoint(self) -> bytes | None:
+    def _predicted_labels(self) -> NDArray[np.int64]:
+        first_stage = self.directory.path.with_name(self.experiment.first_stage().run_name(self.run_seed))
+        return predicted_labels(
+            self.directory.path,
+            self.dataset,
+            lambda: load_trained(first_stage, data_root=self.data_root).predicted_labels(),
+        )
+
+    def _read_saved(self) -> tuple[dict[str, Any] | None, list[Metrics]]:
+        """Return the latest usable checkpoint and the metrics of its epochs."""
         copies = {"sgd": 2, "adamw": 3}[self.experiment.optim.name]  # the weights and the optimizer's averages
         num_bytes = copies * sum(int(t.nbytes) for t in self.network.state_dict().values())
         prepare_directory(self.directory.checkpoints, num_bytes)
-        return latest_checkpoint(self.directory.checkpoints, self._check_state)
+        state = latest_checkpoint(self.directory.checkpoints, self._check_state)
+        if state is None:
+            return None, []
+        history, num_epochs = read_history(self.directory.path), state["epoch"]
+        if len(history) < num_epochs:
+            why = f"it has {len(history)} of the {num_epochs} epochs of the latest checkpoint"
+            raise CorruptFileError(self.directory.path / "metrics.jsonl", why)
+        return state, history[:num_epochs]
 
     def _write_start(self) -> None:
         self.directory.add_environment(
             {"num_workers": self.workers.count, "precision": self.stepper.precision, "inputs": self.inputs}
         )
-        self.directory.write_history(self.progress.history)
+        write_history(self.directory.path, self.progress.history)
         data = self.experiment.data
         if data.label_noise:
             self.directory.write_noise(data.label_noise, data.seed, self.dataset.flipped.tolist())
@@ -168,7 +170,7 @@ class Run:
                 progress.time_seconds += clock.stop()
                 self._complete_epoch(events, callback, clock.examples_per_second, lr)
                 self._pause(clock, interruption)
-        return self.workers.on_main(lambda: self.directory.finish(progress.history, progress.time_seconds))
+        return self.workers.on_main(lambda: self.directory.finish(progress.time_seconds))
 
     def _count(self, measured: StepMetrics, num_examples: int) -> None:
         """Add a step to the epoch's sums and remember the first step whose loss is not finite, on the device."""
@@ -212,7 +214,7 @@ class Run:
         self.save()
 
     def _write_epoch(self, metrics: Metrics, speed: Metrics, events: Any) -> None:
-        self.directory.add_metrics(metrics)
+        add_metrics(self.directory.path, metrics)
         self.directory.add_speed(speed)
         write_events(events, metrics | speed)
 
@@ -239,8 +241,15 @@ class Run:
         """Save the weights after an epoch if `keep_every` asks for them."""
         every, epoch = self.experiment.keep_every, self.progress.epoch
         if every is not None and epoch % every == 0:
-            state = {"model": self.network.state_dict()}
-            self.workers.on_main(lambda: save_epoch_weights(self.directory.weights, epoch, state))
+            weights = self.network.state_dict()
+            self.workers.on_main(lambda: save_epoch_weights(self.directory.weights, epoch, weights))
+
+    def stop_if_interrupted(self, interruption: Interruption) -> None:
+        """Stop if a signal arrived before training started."""
+        (stop,) = self._largest(interruption.signal_number)
+        if stop:
+            name = signal.Signals(stop).name
+            raise InterruptedRun(stop, f"Stopped by {name} before training started: rerun the command to start.")
 
     def _pause(self, clock: Clock, interruption: Interruption) -> None:
         """Between two steps: stop if the loss diverged, save if it is time to, stop if a signal arrived."""
@@ -289,14 +298,14 @@ class Run:
     def _check_state(self, state: dict[str, Any]) -> None:
         """Raise a ValueError if a state is not one that this run can resume from."""
         try:
-            progress = RunProgress.from_state(state, self.workers)
+            progress = RunProgress.from_state(state, [], self.workers)
             shapes = {name: tensor.shape for name, tensor in state["model"].items()}
             sizes = [len(group["params"]) for group in state["optimizer"]["param_groups"]]
             expected = divmod(progress.step, self.steps_per_epoch)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
             raise ValueError(f"it does not hold the state of a run: {type(error).__name__} {error}") from error
-        if (progress.epoch, progress.batch) != expected or len(progress.history) != progress.epoch:
-            raise ValueError("its step, epoch and history do not fit together")
+        if (progress.epoch, progress.batch) != expected:
+            raise ValueError("its step and epoch do not fit together")
         if self.experiment.optim.rho_factor is not None and not progress.rho > 0:
             raise ValueError("it has no radius, which is measured before the first step")
         if progress.step > self.num_steps:

@@ -1,6 +1,5 @@
 """A session of a run: its progress, callback, clock, and the signals that may end it."""
 
-import json
 import math
 import signal
 import threading
@@ -14,22 +13,23 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from flatmin.lab.runs.directory import Metrics
+from flatmin.lab.runs.history import Metrics
 from flatmin.lab.training.distributed import Workers
 from flatmin.lab.training.steps import StepMetrics
 
 
 @dataclass
 class RunProgress:
-    """The progress of a run: with weights and optimizer, all that a checkpoint holds."""
+    """The progress of a run: with weights, optimizer and metrics.jsonl, all that it needs to resume."""
 
-    COUNTS: ClassVar = ("epoch", "batch", "step", "time_seconds")
+    COUNTS: ClassVar = ("epoch", "batch", "step", "time_seconds", "rho")
 
     epoch: int = 0
     batch: int = 0
     step: int = 0
     time_seconds: float = 0.0
     history: list[Metrics] = field(default_factory=list)
+    """One line for each completed epoch."""
     sums: Tensor = field(default_factory=lambda: torch.zeros(5, dtype=torch.float64))
     """Of this worker in this epoch: examples, and over them loss, error, loss at w + eps, error at w + eps."""
     rho: float = math.nan
@@ -37,19 +37,16 @@ class RunProgress:
 
     def to_state(self, sums: Tensor) -> dict[str, Any]:
         """Return what a checkpoint holds of it, given the sums of all workers."""
-        counts = {name: getattr(self, name) for name in self.COUNTS}
-        return {**counts, "history": json.dumps(self.history), "sums": sums, "rho": self.rho}
+        return {name: getattr(self, name) for name in self.COUNTS} | {"sums": sums}
 
     @classmethod
-    def from_state(cls, state: dict[str, Any], workers: Workers) -> "RunProgress":
-        """Read what `to_state` returned, for one of the workers, which may be others than those that saved."""
+    def from_state(cls, state: dict[str, Any], history: list[Metrics], workers: Workers) -> "RunProgress":
+        """Read what `to_state` returned, for one of the workers; their number may have changed since."""
         sums: Tensor = state["sums"]
-        if len(sums) != workers.count:  # with another number of workers, the main process takes it all
+        if len(sums) != workers.count:  # the main process takes it all
             sums = torch.cat([sums.sum(0, keepdim=True), sums.new_zeros(workers.count - 1, sums.shape[1])])
         counts = {name: state[name] for name in cls.COUNTS}
-        rho = state.get("rho", math.nan)  # checkpoints of older versions have none
-        own = sums[workers.rank].to(workers.device)
-        return cls(**counts, history=json.loads(state["history"]), sums=own, rho=rho)
+        return cls(**counts, history=history, sums=sums[workers.rank].to(workers.device))
 
 
 class Callback(Protocol):
@@ -107,7 +104,7 @@ class Interruption:
 
 @contextmanager
 def deferred_signals() -> Iterator[Interruption]:
-    """Record SIGTERM and Ctrl-C instead of dying from them; a second Ctrl-C interrupts immediately."""
+    """Record SIGTERM and Ctrl-C; a second Ctrl-C has the effect it had before."""
     interruption = Interruption()
     if threading.current_thread() is not threading.main_thread():
         yield interruption  # only the main thread may handle signals
@@ -115,7 +112,7 @@ def deferred_signals() -> Iterator[Interruption]:
 
     def note(number: int, _: object) -> None:
         interruption.signal_number = number
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, before[signal.SIGINT])
 
     before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

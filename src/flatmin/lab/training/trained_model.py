@@ -1,9 +1,6 @@
 """A trained model with its data, read from the directory of its run, to be measured or fine-tuned."""
 
 import copy
-import hashlib
-import json
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,15 +14,13 @@ from torch import Tensor, nn
 from flatmin.lab.data.datasets import Dataset, load_dataset
 from flatmin.lab.data.images import Images
 from flatmin.lab.data.pipeline import Pipeline
-from flatmin.lab.errors import CorruptFileError, DataError, ModelError, RunError
+from flatmin.lab.errors import ModelError, RunError
 from flatmin.lab.models.build import build_model, input_statistics
-from flatmin.lab.runs.checkpoint import intact_file, latest_checkpoint, read_state
-from flatmin.lab.runs.directory import Result, is_finished, last_metrics, read_result, read_spec
-from flatmin.lab.runs.environment import read_sessions
-from flatmin.lab.runs.inputs import IMAGES, WEIGHTS, check_inputs, image_fingerprint, weights_fingerprint
+from flatmin.lab.runs.checkpoint import State, find_state, latest_checkpoint, read_state
+from flatmin.lab.runs.directory import is_finished, last_metrics, read_result, read_spec
+from flatmin.lab.runs.inputs import check_inputs
 from flatmin.lab.spec.datasets import DatasetInfo
 from flatmin.lab.spec.experiment import Experiment, Model
-from flatmin.lab.spec.fields import finite
 from flatmin.lab.training.distributed import Workers
 from flatmin.lab.training.relabel import read_predicted_labels, relabeled
 
@@ -120,7 +115,7 @@ def with_weights_file(model: Model, runs: Path) -> Model:
             "the directory it is in with --runs."
         )
     try:
-        return replace(model, checkpoint=str(_final_weights(run)))
+        return replace(model, checkpoint=str(_final_weights(run)[0]))
     except RunError as error:
         raise ModelError(f"model.checkpoint is {model.checkpoint}: {error}") from error
 
@@ -160,7 +155,7 @@ def load_trained(path: Path, *, data_root: Path | None = None, epoch: int | None
     except FileNotFoundError:
         raise RunError(f"{path} is not the directory of a run: it has no spec.json.") from None
     dataset = load_dataset(experiment.data, data_root=data_root)
-    check_inputs(path, image_fingerprint(dataset))
+    check_inputs(path, dataset)
     if experiment.data.bootstrap:
         dataset = relabeled(dataset, read_predicted_labels(path, dataset))
     info = dataset.info
@@ -176,93 +171,65 @@ def load_trained(path: Path, *, data_root: Path | None = None, epoch: int | None
     )
 
 
-def check_inputs_of_finished(result: Result, data_root: Path | None) -> None:
-    """Compare the files that a finished run read from outside; the result stands if they are gone.
-
-    Raises:
-        RunError: one of them has changed.
-    """
-    run, experiment = result.directory, result.experiment
-    recorded = {name for session in read_sessions(run) for name in session.get("inputs") or {}}
-    with suppress(DataError):
-        if IMAGES in recorded:
-            check_inputs(run, image_fingerprint(load_dataset(experiment.data, data_root=data_root)))
-    with suppress(ModelError):
-        if WEIGHTS in recorded:
-            check_inputs(run, weights_fingerprint(with_weights_file(experiment.model, run.parent).checkpoint))
-
-
 def _load_weights(network: nn.Module, run: Path, epoch: int | None) -> Origin:
     """Load the weights that a run saved into a model."""
     if epoch is not None:
-        content = _epoch_weights(run, epoch).read_bytes()
+        state = _epoch_weights(run, epoch)
     elif is_finished(run):
-        content = _final_weights(run).read_bytes()  # an earlier checkpoint is another model than the results are of
+        _, state = _final_weights(run)  # an earlier checkpoint is another model than the result's
     else:
         latest = latest_checkpoint(run / "checkpoints", partial(_check_weights, network))
         if latest is None:
             raise RunError(f"{run} has no intact checkpoint: there is nothing to measure. Train it again.")
-        content = latest
-    state = read_state(content, torch.device("cpu"))
+        state = latest
     try:
         _check_weights(network, state)
     except ValueError as error:
         raise RunError(f"The weights of {run} cannot be loaded: {error}. Train the run again.") from None
     network.load_state_dict(state["model"])
-    return Origin(
-        epoch=state["epoch"] if epoch is None else epoch,
-        step=state.get("step"),
-        checksum=hashlib.sha256(content).hexdigest(),
-    )
+    return Origin(epoch=state["epoch"], step=state.get("step"), checksum=state["checksum"])
 
 
-def _check_weights(network: nn.Module, state: dict[str, Any]) -> None:
+def _check_weights(network: nn.Module, state: State) -> None:
     """Raise a ValueError if a state does not have the weights of a model."""
     weights, own = state.get("model"), network.state_dict()
-    shapes = {n: getattr(t, "shape", None) for n, t in weights.items()} if isinstance(weights, dict) else {}
-    if shapes != {name: tensor.shape for name, tensor in own.items()}:
-        raise ValueError("they are not those of this model")
+    if not isinstance(weights, dict) or _kinds(weights) != _kinds(own):
+        raise ValueError("they belong to another model")
 
 
-def _epoch_weights(run: Path, epoch: int) -> Path:
-    stem = f"epoch-{epoch:06d}"
-    file = intact_file(run / "weights", stem)
-    if file is None:
-        corrupt = next((run / "weights").glob(f"{stem}-*.pt"), None)
-        raise RunError(
-            f"{run} has not saved its weights after epoch {epoch}: train with keep_every."
-            if corrupt is None
-            else f"{corrupt} is corrupt (its checksum differs). Measure another epoch, or train the run again."
-        )
-    return file
+def _kinds(weights: dict[str, Any]) -> dict[str, object]:
+    return {n: (t.shape, t.dtype) if isinstance(t, Tensor) else None for n, t in weights.items()}
 
 
-def _final_weights(run: Path) -> Path:
-    """Return the intact checkpoint that a finished run ended with."""
-    result = read_result(run)
-    step = int(result.metrics.get("step") or 0)
-    file = intact_file(run / "checkpoints", f"step-{step:08d}")
-    if file is None:
-        raise RunError(_lost_weights(run, step))
-    try:
-        same = finite(json.loads(read_state(file.read_bytes(), torch.device("cpu"))["history"])) == result.history
-    except (KeyError, TypeError, ValueError) as error:
-        raise RunError(f"{file} is corrupt ({error}). {_how_to_retrain(run)}.") from None
-    if not same:
-        raise CorruptFileError(run / "result.json", f"its metrics are not those of {file.name}")
-    return file
+def _epoch_weights(run: Path, epoch: int) -> State:
+    path = find_state(run / "weights", f"epoch-{epoch:06d}")
+    if path is None:
+        raise RunError(f"{run} has not saved its weights after epoch {epoch}: train with keep_every.")
+    return _read_weights(path, {"epoch": epoch}, "Measure another epoch, or train the run again.")
 
 
-def _lost_weights(run: Path, step: int) -> str:
-    file = next((run / "checkpoints").glob(f"step-{step:08d}-*.pt"), None)
-    lost = f"{run}/checkpoints/step-{step:08d}-*.pt is missing" if file is None else f"{file} is corrupt"
+def _final_weights(run: Path) -> tuple[Path, State]:
+    """Return the checkpoint that a finished run ended with, and its file."""
+    metrics = read_result(run).metrics
+    end = {name: int(metrics[name] or 0) for name in ("epoch", "step")}
     kept = sorted({int(found.name.split("-")[1]) for found in (run / "weights").glob("epoch-*.pt")})
     others = f"; or measure weights along training with --epoch (kept: {', '.join(map(str, kept))})" if kept else ""
-    return f"{lost}: it has the final weights of the run. {_how_to_retrain(run)}{others}."
-
-
-def _how_to_retrain(run: Path) -> str:
-    return (
-        f"To train them again delete {run / 'result.json'} and rerun the training command, which resumes from the "
-        "checkpoint before"
+    fix = (
+        f"It has the final weights of the run. To train them again delete {run / 'result.json'} and rerun the "
+        f"training command, which resumes from the checkpoint before{others}."
     )
+    stem = f"step-{end['step']:08d}"
+    path = find_state(run / "checkpoints", stem)
+    if path is None:
+        raise RunError(f"{run}/checkpoints/{stem}-*.pt is missing. {fix}")
+    return path, _read_weights(path, end, fix)
+
+
+def _read_weights(path: Path, expected: dict[str, int], fix: str) -> State:
+    try:
+        state = read_state(path)
+        if any(state.get(name) != value for name, value in expected.items()):
+            raise ValueError(f"it is not of {' and '.join(f'{name} {value}' for name, value in expected.items())}")
+    except ValueError as error:
+        raise RunError(f"{path} is corrupt ({error}). {fix}") from None
+    return state

@@ -1,0 +1,74 @@
+"""metrics.jsonl: one line per epoch, with the run it belongs to and a checksum.
+
+It holds only what is bitwise identical in every repetition of the run, and it is the only copy: a checkpoint says how
+many of its lines are valid, and result.json that there will be no more.
+"""
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+from flatmin.lab.errors import CorruptFileError
+from flatmin.lab.runs.json_files import OTHER_RUN, append, read_file, run_id, write_atomic
+
+Metrics = dict[str, float | int | None]
+FILE = "metrics.jsonl"
+
+
+def write_history(run: Path, history: list[Metrics]) -> None:
+    """Replace the file, without the lines that a killed session wrote after its last checkpoint."""
+    write_atomic(run / FILE, "".join(_line(run, metrics) for metrics in history))
+
+
+def add_metrics(run: Path, metrics: Metrics) -> None:
+    """Append an epoch."""
+    append(run / FILE, _line(run, metrics))
+
+
+def read_history(run: Path) -> list[Metrics]:
+    """Return the metrics of the epochs that a run has completed.
+
+    Raises:
+        CorruptFileError: the file cannot be read, a line is corrupt or missing, or it belongs to another run.
+    """
+    try:
+        # What a killed process left half-written has no newline.
+        *lines, _ = read_file(run / FILE).split(b"\n")
+    except FileNotFoundError:
+        return []
+    history = [_read_line(run, line) for line in lines]
+    first = history[0]["epoch"] if history else 1
+    if [metrics["epoch"] for metrics in history] != list(range(first, first + len(history))) or first not in (0, 1):
+        raise CorruptFileError(run / FILE, "an epoch is missing")
+    return history
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value from a JSON file is a number."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _read_line(run: Path, line: bytes) -> dict[str, Any]:
+    try:
+        metrics = json.loads(line)
+        checksum = metrics.pop("crc32")
+        intact = checksum == _crc32(metrics) and isinstance(metrics["epoch"], int)
+        owner = metrics.pop("run")
+        intact = intact and all(value is None or is_number(value) for value in metrics.values())
+    except (ValueError, RecursionError, AttributeError, TypeError, KeyError):
+        intact, owner = False, None
+    if not intact:
+        raise CorruptFileError(run / FILE, "a line is corrupt")
+    if owner != run_id(run):
+        raise CorruptFileError(run / FILE, f"it belongs to the run {owner}", OTHER_RUN)
+    return dict(metrics)
+
+
+def _line(run: Path, metrics: Metrics) -> str:
+    content = {**metrics, "run": run_id(run)}
+    return json.dumps(content | {"crc32": _crc32(content)}) + "\n"
+
+
+def _crc32(content: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content).encode())
