@@ -10,10 +10,11 @@ from itertools import product
 from typing import Literal, NamedTuple
 
 from flatmin.lab.foret2021.claims.tables import FINETUNING_DATASETS
+from flatmin.lab.spec.datasets import dataset_info
 from flatmin.lab.spec.experiment import Augment, Data, Experiment, Model, Optim
 from flatmin.lab.studies.conditions import NUM_REPLICAS as NUM_REPLICAS
 from flatmin.lab.studies.conditions import VALIDATION as VALIDATION
-from flatmin.lab.studies.cost import TRAIN_SIZES
+from flatmin.lab.studies.cost import BIRDSNAP
 from flatmin.lab.studies.printed import table_rows
 
 RHO_GRID = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
@@ -150,7 +151,9 @@ FINETUNING: Mapping[str, FineTuning] = {
     "efficientnet-b7": FineTuning(600, 0.016, 1024, 64, 5_000),
     "efficientnet-l2": FineTuning(475, 0.008, 512, 128, 10_000),
 }
-FINETUNING_TRAIN_SIZES = {dataset: TRAIN_SIZES[dataset] for dataset in FINETUNING_DATASETS}
+FINETUNING_TRAIN_SIZES = {
+    dataset: BIRDSNAP if dataset == "birdsnap" else dataset_info(dataset).num_train for dataset in FINETUNING_DATASETS
+}
 FINETUNING_DROPOUT, FINETUNING_DROP_CONNECT = 0.5, 0.2
 
 

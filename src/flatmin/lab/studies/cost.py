@@ -13,11 +13,8 @@ from flatmin.lab.spec.experiment import Experiment, Model
 from flatmin.lab.sweeps.jobs import Job
 from flatmin.lab.training.step_cost import passes_per_step
 
-TRAIN_SIZES = {
-    **{"digits": 1_297, "fashion-mnist": 60_000, "svhn": 73_257, "cifar10": 50_000, "cifar100": 50_000},
-    **{"aircraft": 6_667, "flowers102": 2_040, "pets": 3_680, "cars": 8_144, "birdsnap": 47_386, "food101": 75_750},
-    "imagenet": 1_281_167,
-}
+BIRDSNAP = 47_386
+"""Of a dataset that is a directory for the lab."""
 SVHN_EXTRA = 531_131
 
 
@@ -106,10 +103,8 @@ def num_images(experiment: Experiment) -> int:
     data = experiment.data
     if data.train_size is not None:
         return data.train_size
-    name = data.name.removeprefix("folder:")
-    if name not in TRAIN_SIZES:
-        raise ValueError(
-            f"The size of {data.name} is not known. Give data.train_size. Known: {', '.join(TRAIN_SIZES)}."
-        )
-    size = TRAIN_SIZES[name] + (SVHN_EXTRA if data.extra else 0)
+    size = BIRDSNAP if data.name == "folder:birdsnap" else dataset_info(data.name).num_train
+    if not size:
+        raise ValueError(f"The size of {data.name} is not known. Give data.train_size.")
+    size += SVHN_EXTRA if data.extra else 0
     return size - round(data.validation * size)
