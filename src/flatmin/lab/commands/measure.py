@@ -22,7 +22,14 @@ from flatmin.lab.sweeps.jobs import MeasurementKind, MeasurementResult
 Range = tuple[Callable[[Any], bool], str]
 """Whether a value is allowed, and what is, to follow "must be"."""
 COUNT: Range = (lambda count: count >= 1, "at least 1")
-SHOWN_LISTS = ("eigenvalues", "residuals")  # the others are curves and grids, which are only in the files
+SHOWN_LISTS = (
+    "eigenvalues",
+    "residuals",
+    "per_batch",
+    "rhos",
+    "rises",
+    "first_order",
+)  # the others are curves and grids, which are only in the files
 
 
 @dataclass(frozen=True)
@@ -166,6 +173,17 @@ class MeasureBound(MeasureCommand):
 
 
 @dataclass(frozen=True)
+class MeasureRho(MeasureCommand):
+    """The radius that the training loss suggests (`flatmin.suggest_rho`), and the rise of the loss over rho."""
+
+    kind = "rho"
+    ranges = MeasureCommand.ranges | {"m": COUNT}
+
+    m: int | None = None
+    """Examples that share a perturbation; as many as in the run if None."""
+
+
+@dataclass(frozen=True)
 class Measure:
     """Measure how flat the minimum of a run is; the run need not be finished."""
 
@@ -174,6 +192,7 @@ class Measure:
         | Annotated[MeasureSpectrum, tyro.conf.subcommand("spectrum", prefix_name=False)]
         | Annotated[MeasureLandscape, tyro.conf.subcommand("landscape", prefix_name=False)]
         | Annotated[MeasureBound, tyro.conf.subcommand("bound", prefix_name=False)]
+        | Annotated[MeasureRho, tyro.conf.subcommand("rho", prefix_name=False)]
     )
 
     def run(self, console: Console) -> None:

@@ -12,7 +12,7 @@ from flatmin.lab.runs.json_files import read_json
 from flatmin.lab.spec.experiment import Experiment
 
 MeasurementResult = dict[str, Any]
-MeasurementKind = Literal["sharpness", "spectrum", "landscape", "bound", "noise", "cosine"]
+MeasurementKind = Literal["sharpness", "spectrum", "landscape", "bound", "noise", "cosine", "rho"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from flatmin.lab.errors import SpecError
 from flatmin.lab.runs.json_files import storing, write_json
 from flatmin.lab.sweeps.jobs import Measurement, MeasurementResult
+from flatmin.lab.training.auto_rho import measured_rise
 from flatmin.lab.training.trained_model import TrainedModel, load_trained
 from flatmin.measures import (
     HessianOperator,
@@ -153,6 +154,26 @@ def measure_cosine(
     return _written(target, _weights(trained) | facts)
 
 
+def measure_rho(trained: TrainedModel, target: Path, *, m: int | None, num_examples: int | None) -> MeasurementResult:
+    """Measure the radius that the run's loss suggests, and the rise of the loss over rho.
+
+    Unlike the other measures, as in training: with augmentation, random layers and batch statistics.
+    """
+    found, curve = measured_rise(trained, m, num_examples)
+    facts = {
+        "rho": found.rho,
+        "loss": found.loss,
+        "grad_norm": found.grad_norm,
+        "per_batch": list(found.per_batch),
+        "spread": found.spread,
+        "rhos": list(curve.rhos),
+        "rises": list(curve.rises),
+        "first_order": list(curve.first_order),
+        "message": " ".join(filter(None, [found.message, curve.message])),
+    }
+    return _written(target, _weights(trained) | facts, curve.plot)
+
+
 # What each kind of measurement calls, and the settings it has where nothing else is said.
 MEASURES: dict[str, tuple[Callable[..., MeasurementResult], MeasurementResult]] = {
     "sharpness": (measure_sharpness, {"rho": 0.05, "m": None, "steps": 1, "num_examples": None}),
@@ -160,6 +181,7 @@ MEASURES: dict[str, tuple[Callable[..., MeasurementResult], MeasurementResult]] 
     "landscape": (measure_landscape, {"span": 1.0, "points": 51, "num_examples": None}),
     "bound": (measure_bound, {"rho": 0.05, "delta": 0.05, "num_examples": None}),
     "noise": (measure_noise, {"rho": 0.05, "num_draws": 20, "num_examples": None}),
+    "rho": (measure_rho, {"m": None, "num_examples": None}),
     "cosine": (measure_cosine, {"rho": None, "num_examples": 128, "weight_decay": 0.0}),
 }
 
