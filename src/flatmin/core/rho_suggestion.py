@@ -46,6 +46,23 @@ class RiseCurve:
             + MEASURE_AGAIN
         )
 
+    def plot(self) -> Any:
+        """Return a matplotlib figure, with logarithmic axes."""
+        try:
+            figure = importlib.import_module("matplotlib.figure").Figure(figsize=(6.0, 3.6), layout="constrained")
+        except ImportError as error:
+            raise ImportError('Plots need matplotlib: pip install "flatmin[lab]".') from error
+        axes = figure.add_subplot()
+        axes.spines[["top", "right"]].set_visible(False)
+        share = [rise / self.loss if rise > 0 else math.nan for rise in self.rises]  # a fall has no logarithm
+        axes.loglog(self.rhos, share, "o-", color="#1f5fa8", markersize=4, label="measured")
+        line = [value / self.loss for value in self.first_order]
+        axes.loglog(self.rhos, line, "--", color="#8a8f98", label="first order")
+        axes.axvline(self.rho, color="#d9730d", label=f"suggestion: {self.rho:.3g}")
+        axes.set(xlabel=r"$\rho$", ylabel="rise of the loss / loss")
+        axes.legend(frameon=False)
+        return figure
+
     def __str__(self) -> str:
         rows = [f"{'rho':>10} {'rise':>10} {'first order':>12} {'rise / loss':>12}"]
         for rho, rise, line in zip(self.rhos, self.rises, self.first_order, strict=True):
@@ -100,21 +117,7 @@ class RhoSuggestion:
 
     def plot(self, rhos: Iterable[float] | None = None) -> Any:
         """Return a matplotlib figure of ``measure(rhos)``: the measured rise, the first-order line, the suggestion."""
-        try:
-            figure = importlib.import_module("matplotlib.figure").Figure(figsize=(6.0, 3.6), layout="constrained")
-        except ImportError as error:
-            raise ImportError('Plots need matplotlib: pip install "flatmin[lab]".') from error
-        curve = self.measure(rhos)
-        axes = figure.add_subplot()
-        axes.spines[["top", "right"]].set_visible(False)
-        share = [rise / curve.loss if rise > 0 else math.nan for rise in curve.rises]  # a fall has no logarithm
-        axes.loglog(curve.rhos, share, "o-", color="#1f5fa8", markersize=4, label="measured")
-        line = [value / curve.loss for value in curve.first_order]
-        axes.loglog(curve.rhos, line, "--", color="#8a8f98", label="first order")
-        axes.axvline(curve.rho, color="#d9730d", label=f"suggestion: {curve.rho:.3g}")
-        axes.set(xlabel=r"$\rho$", ylabel="rise of the loss / loss")
-        axes.legend(frameon=False)
-        return figure
+        return self.measure(rhos).plot()
 
     def __str__(self) -> str:
         text = f"rho = {self.rho:.3g} (loss {self.loss:.3g}, gradient norm {self.grad_norm:.3g}, "

@@ -34,6 +34,8 @@ WRONG_SETTINGS = [
     (["spectrum", "--probes", "0"], "--probes must be at least 1; got 0"),
     (["landscape", "--points", "4"], "--points must be odd, and at least 3; got 4"),
     (["landscape", "--span", "0"], "--span must be positive and finite; got 0.0"),
+    (["rho", "--m", "0"], "--m must be at least 1; got 0"),
+    (["rho", "--m", "21"], "m must be at least 1 and at most the 20 examples"),
     (["bound", "--rho", "0"], "--rho must be positive and finite; got 0.0"),
     (["bound", "--delta", "2"], "--delta must be between 0 and 1; got 2.0"),
     (["bound", "--num-examples", "1"], "--num-examples must be at least 2; got 1"),
@@ -81,6 +83,17 @@ def test_a_landscape_is_measured_once_for_each_setting_and_its_table_says_what_i
 def _endings(path, points):
     (file,) = (f for f in path.glob("measures/*.json") if json.loads(f.read_text())["points"] == points)
     return [file.stem.rpartition("-")[2] + suffix for suffix in (".html", ".json", ".svg")]
+
+
+def test_a_radius_is_suggested_with_its_curve_and_words_only_where_something_is_wrong(capsys, tmp_path):
+    path = trained_run(capsys, tmp_path)
+    code, out, err = run(capsys, "measure", "rho", path.name)
+    assert code == 0, err
+    (file,) = (path / "measures").glob("rho-step6-*.json")
+    facts = json.loads(file.read_text())
+    assert f"{facts['rho']:.4g}" in out
+    assert all(name in out for name in ("per_batch", "rhos", "rises", "first_order", file.with_suffix(".svg").name))
+    assert len(facts["rises"]) == 9
 
 
 def test_measures_with_other_settings_stand_side_by_side(capsys, tmp_path):

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 
 from flatmin.lab.errors import RunError
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
+from flatmin.lab.sweeps.jobs import Job, Measurement, read_outcome
+from flatmin.lab.sweeps.measurements import measure_run
 from flatmin.lab.training import run as run_module
 from flatmin.lab.training.engine import train
 from flatmin.lab.training.steps import Stepper
@@ -109,3 +111,24 @@ def test_loss_without_a_radius_is_an_error_of_the_run(tmp_path, monkeypatch):
     )
     with pytest.raises(RunError, match=r"optim.rho is auto: The loss is 0, .* choose rho by hand"):
         train(experiment(), runs=tmp_path)
+
+
+@pytest.mark.parametrize("model", ["wrn-10-1", "shake-shake-8-2x4d"])
+def test_measured_radius_of_a_run_at_its_start_is_the_one_it_used(model, tmp_path):
+    asked = experiment(model=model, rho="0.5x", epochs=2, m=5)
+    run = train(asked, seed=3, runs=tmp_path).directory
+    measurements = [
+        Measurement(kind="rho", epoch=0),
+        Measurement(kind="rho", settings=(("m", 20), ("num_examples", 20))),
+    ]
+    measure_run(run, measurements)
+    facts, late = read_outcome(
+        Job(experiment=asked, seed=3, measurements=tuple(measurements)), tmp_path
+    ).measured.values()
+    assert facts["rho"] / 2 == pytest.approx(load_trained(run).rho, rel=1e-5)
+    assert facts["rises"][4] == pytest.approx(0.1 * facts["loss"], rel=0.5)
+    assert facts["first_order"][4] == pytest.approx(0.1 * facts["loss"], rel=1e-6)
+    assert len(facts["per_batch"]) == 3
+    assert len(late["per_batch"]) == 1
+    assert late["grad_norm"] != facts["grad_norm"]
+    assert len(list(run.glob("measures/rho-*.svg"))) == 2

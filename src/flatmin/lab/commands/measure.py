@@ -13,9 +13,9 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from flatmin.lab.commands.console import find_run, number, table
 from flatmin.lab.commands.progress import write_event
 from flatmin.lab.errors import RunError
-from flatmin.lab.sweeps.measurements import Bound, Landscape, Measurement, Sharpness, Spectrum, measure_run
+from flatmin.lab.sweeps.measurements import Bound, Landscape, Measurement, Rho, Sharpness, Spectrum, measure_run
 
-SHOWN_LISTS = ("eigenvalues", "residuals")  # the others are curves and grids, which are only in the files
+SHOWN_LISTS = ("eigenvalues", "residuals", "per_batch", "rhos", "rises", "first_order")  # the others: in the files
 M = TypeVar("M", bound=Measurement)
 
 
@@ -72,6 +72,7 @@ class Measure:
         | Annotated[MeasureRun[Spectrum], _subcommand(Spectrum)]
         | Annotated[MeasureRun[Landscape], _subcommand(Landscape)]
         | Annotated[MeasureRun[Bound], _subcommand(Bound)]
+        | Annotated[MeasureRun[Rho], _subcommand(Rho)]
     )
 
     def run(self, console: Console) -> None:

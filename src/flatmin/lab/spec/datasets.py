@@ -44,7 +44,8 @@ class DatasetInfo:
 
 
 def _read_info(facts: dict[str, Any]) -> DatasetInfo:
-    return DatasetInfo(**{name: tuple(value) if isinstance(value, list) else value for name, value in facts.items()})
+    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in facts.items()}
+    return DatasetInfo(**values)
 
 
 DATASETS: dict[str, DatasetInfo] = {

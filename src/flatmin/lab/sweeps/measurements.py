@@ -274,6 +274,37 @@ class Cosine(Measurement):
         return {"cosine": cosine, "rho": rho, "num_examples": len(batch[1]), "weight_decay": self.weight_decay}, None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Rho(Measurement):
+    """The radius that the training loss suggests (`flatmin.suggest_rho`), and the rise of the loss over rho.
+
+    Unlike the other measures, as in training: with augmentation, random layers and batch statistics.
+    """
+
+    kind = "rho"
+    ranges: ClassVar[dict[str, Range]] = {"m": COUNT}
+
+    m: int | None = None
+    """Examples that share a perturbation; as many as in the run if None."""
+
+    def measure(self, trained: "TrainedModel", target: Path) -> tuple[MeasurementResult, Plot | None]:
+        """Measure the suggestion and the rise."""
+        from flatmin.lab.training.auto_rho import measured_rise
+
+        found, curve = measured_rise(trained, self.m, self.num_examples)
+        return {
+            "rho": found.rho,
+            "loss": found.loss,
+            "grad_norm": found.grad_norm,
+            "per_batch": list(found.per_batch),
+            "spread": found.spread,
+            "rhos": list(curve.rhos),
+            "rises": list(curve.rises),
+            "first_order": list(curve.first_order),
+            "message": " ".join(filter(None, [found.message, curve.message])),
+        }, curve.plot
+
+
 def measure_run(
     run: Path, measurements: Sequence[Measurement], data_root: Path | None = None
 ) -> dict[str, MeasurementResult]:
@@ -316,6 +347,3 @@ def measure_run(
             # Last: if it exists, so do the plots.
             write_json(target.with_suffix(".json"), {"run": run.resolve().name, **found[name]})
     return found
-
-
-MEASUREMENTS = (Sharpness, Spectrum, Landscape, Bound, Noise, Cosine)
