@@ -6,9 +6,9 @@ import math
 import pytest
 
 from cli_cases import cut_short, in_an_empty_folder, run, trained_run
-from flatmin.lab.runs.directory import read_result
-from flatmin.lab.sweeps.jobs import Job, Measurement, read_outcome
-from flatmin.lab.training.trained_model import load_trained
+from flatmin.lab.runs.record import read_record
+from flatmin.lab.sweeps.measurements import Bound, Landscape, measure_run
+from flatmin.lab.training import trained_model
 
 
 def reject(constant):
@@ -65,7 +65,7 @@ def test_a_landscape_is_measured_once_for_each_setting_and_its_table_says_what_i
     for points in ("3", "5", "3"):
         code, out, err = run(capsys, "measure", "landscape", path.name, "--points", points, "--num-examples", "40")
         assert code == 0, err
-    files = sorted((path / "measures").glob("landscape-step6-*.json"))
+    files = sorted((path / "measures").glob("landscape-*.json"))
     facts = [json.loads(file.read_text()) for file in files]
     assert sorted(f["points"] for f in facts) == [3, 5]
     three = next(f for f in facts if f["points"] == 3)
@@ -77,31 +77,30 @@ def test_a_landscape_is_measured_once_for_each_setting_and_its_table_says_what_i
         assert f"{name} " in out
         assert f"{three[name]:.4g}" in out
     assert "num_examples" in out
-    assert all(f"landscape-step6-{rest}" in out for rest in _endings(path, points=3))
-
-
-def _endings(path, points):
-    (file,) = (f for f in path.glob("measures/*.json") if json.loads(f.read_text())["points"] == points)
-    return [file.stem.rpartition("-")[2] + suffix for suffix in (".html", ".json", ".svg")]
+    name = Landscape(points=3, num_examples=40).name
+    assert all(name + suffix in out for suffix in (".html", ".json", ".svg"))
 
 
 def test_a_radius_is_suggested_with_its_curve_and_words_only_where_something_is_wrong(capsys, tmp_path):
     path = trained_run(capsys, tmp_path)
     code, out, err = run(capsys, "measure", "rho", path.name)
     assert code == 0, err
-    (file,) = (path / "measures").glob("rho-step6-*.json")
+    (file,) = (path / "measures").glob("rho-*.json")
     facts = json.loads(file.read_text())
     assert f"{facts['rho']:.4g}" in out
     assert all(name in out for name in ("per_batch", "rhos", "rises", "first_order", file.with_suffix(".svg").name))
     assert len(facts["rises"]) == 9
 
 
-def test_measures_with_other_settings_stand_side_by_side(capsys, tmp_path):
+def test_measurements_of_a_sweep_and_of_the_command_line_are_shared(capsys, tmp_path, monkeypatch):
     path = trained_run(capsys, tmp_path)
-    for delta in ("0.05", "0.1", "0.1"):
-        assert run(capsys, "measure", "bound", path.name, "--delta", delta)[0] == 0
-    found = [json.loads(file.read_text())["delta"] for file in path.glob("measures/bound-step6-*.json")]
-    assert sorted(found) == [0.05, 0.1]
+    ((name, facts),) = measure_run(path, [Bound(delta=0.1)]).items()
+    other = run(capsys, "measure", "bound", path.name, "--output", "json")
+    monkeypatch.setattr(trained_model, "load_trained", None)  # nothing is measured again
+    printed = json.loads(run(capsys, "measure", "bound", path.name, "--delta", "0.1", "--output", "json")[1])
+    assert printed == {"event": "measure", "file": f"runs/{path.name}/measures/{name}.json", **facts}
+    assert run(capsys, "measure", "bound", path.name, "--output", "json") == other
+    assert sorted(m["delta"] for m in read_record(path.name, path.parent).measured.values()) == [0.05, 0.1]
 
 
 def test_what_is_no_number_is_null_in_json_and_explained_in_the_table(capsys, tmp_path):
@@ -110,7 +109,7 @@ def test_what_is_no_number_is_null_in_json_and_explained_in_the_table(capsys, tm
     assert code == 0
     printed = json.loads(out, parse_constant=reject)
     assert printed["standard_error"] is None
-    (file,) = path.glob("measures/sharpness-step6-*.json")
+    (file,) = path.glob("measures/sharpness-*.json")
     assert json.loads(file.read_text(), parse_constant=reject)["standard_error"] is None
     assert printed["file"] == str(file.relative_to(tmp_path))
     assert "unknown (one subset)" in run(capsys, "measure", "sharpness", path.name)[1]
@@ -120,11 +119,9 @@ def test_what_is_no_number_is_null_in_json_and_explained_in_the_table(capsys, tm
 
 def test_studies_read_a_loss_that_was_no_number_as_such(capsys, tmp_path):
     path = trained_run(capsys, tmp_path)
-    measurement = Measurement(kind="landscape")
     (path / "measures").mkdir()
-    (path / "measures" / measurement.file_name()).write_text('{"loss": [[1.0, null]], "accuracy": null}')
-    job = Job(experiment=read_result(path).experiment, measurements=(measurement,))
-    facts = read_outcome(job, tmp_path / "runs").measured[measurement]
+    (path / "measures/landscape-0.json").write_text('{"loss": [[1.0, null]], "accuracy": null}')
+    facts = read_record(path.name, path.parent).measured["landscape-0"]
     assert facts["loss"][0][0] == 1
     assert math.isnan(facts["loss"][0][1])
     assert facts["accuracy"] is None
@@ -139,7 +136,7 @@ def test_the_weights_that_were_measured_are_named(capsys, tmp_path):
     assert (last["epoch"], last["step"]) == (2, 6)
     assert (first["epoch"], first["step"]) == (1, None)
     assert last["loss"] != first["loss"]
-    assert load_trained(path).at_epoch(1).origin.epoch == 1
+    assert trained_model.load_trained(path).at_epoch(1).origin.epoch == 1
     out = run(capsys, "measure", "sharpness", path.name)[1]
     assert "epoch " in out
     assert "step " in out
@@ -182,5 +179,6 @@ def test_an_unfinished_run_is_measured_where_it_stands(capsys, tmp_path):
     path = trained_run(capsys, tmp_path)
     (path / "result.json").unlink()
     next(path.glob("checkpoints/step-00000006-*.pt")).unlink()
-    out = run(capsys, "measure", "sharpness", path.name, "--output", "json")[1]
-    assert json.loads(out)["step"] == 0
+    out = json.loads(run(capsys, "measure", "sharpness", path.name, "--output", "json")[1])
+    assert out["step"] == 0
+    assert out["file"].endswith("-step0.json")  # not what is measured when it is finished

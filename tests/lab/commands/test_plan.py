@@ -4,14 +4,14 @@ import dataclasses
 
 import pytest
 import tyro
-from flatmin.lab.foret2021.cost import disk_bytes, model_flops, training_flops
-from flatmin.lab.studies.plan import plan
 
 from flatmin.cli import main
 from flatmin.lab.commands.plan import gpu_hours, train_flags
 from flatmin.lab.foret2021.items import ITEMS
 from flatmin.lab.models.build import build_model
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
+from flatmin.lab.studies.cost import disk_bytes, model_flops, training_flops
+from flatmin.lab.studies.study import planned_jobs
 from flatmin.lab.sweeps.jobs import Job
 
 TINY = Experiment(data=Data(train_size=100), model=Model(name="cnn-2"), optim=Optim(rho=0.1), epochs=3)
@@ -22,7 +22,7 @@ def test_plan_runs_nothing_and_names_numbers_and_commands(tmp_path, capsys):
     arguments = ["landscape", "--scale", "paper", "--plan", "--images-per-second", "1000", "--runs", str(runs)]
     assert main(["reproduce", *arguments]) == 0
     text = capsys.readouterr().out
-    jobs = list(plan(ITEMS["landscape"].study, "paper").jobs.values())
+    jobs = list(planned_jobs(ITEMS["landscape"], "paper").values())
     row = next(line for line in text.splitlines() if line.startswith("│ landscape"))
     cells = [cell.strip() for cell in row.strip("│").split("│")]
     passes = sum(j.experiment.epochs * 50_000 * (2 if j.experiment.optim.rho else 1) for j in jobs)
@@ -51,6 +51,6 @@ def test_cost_counts_passes_flops_and_checkpoints():
 
 def test_flags_of_every_planned_run_make_the_same_experiment():
     for name in ("table1", "label-noise", "fine-tuning", "hessian"):
-        experiments = {job.experiment for job in plan(ITEMS[name].study, "paper").jobs.values()}
+        experiments = {job.experiment for job in planned_jobs(ITEMS[name], "paper").values()}
         for experiment in list(experiments)[:5]:
             assert tyro.cli(Experiment, args=train_flags(experiment)) == experiment

@@ -1,14 +1,9 @@
 """`flatmin reproduce`: what an item needs is looked for before the first one begins, and names must mean something."""
 
-import json
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from flatmin.lab.studies.item import Item
-from flatmin.lab.studies.plan import plan, with_all_missing
-from flatmin.lab.sweeps.runners import ReadOnlyRunner
 
 import sweep_process
 from flatmin.cli import main
@@ -16,8 +11,10 @@ from flatmin.lab.commands import report
 from flatmin.lab.errors import DataError, ModelError
 from flatmin.lab.foret2021.items import ITEMS
 from flatmin.lab.foret2021.scales import smoke
+from flatmin.lab.runs.record import Records
 from flatmin.lab.spec.experiment import Data, Experiment, Model
 from flatmin.lab.studies.findings import Findings
+from flatmin.lab.studies.study import Item, describe, planned_jobs
 from flatmin.lab.sweeps import preflight as inputs_module
 from flatmin.lab.sweeps import sweep
 from flatmin.lab.sweeps.jobs import Job
@@ -27,27 +24,22 @@ pytestmark = pytest.mark.usefixtures("nothing_outside")
 
 
 @pytest.fixture(autouse=True)
-def no_warnings(monkeypatch):
-    """What a command warns of would stand between what it says."""
+def in_process(monkeypatch):
+    """Train here; what a command warns of would stand between what it says."""
+    monkeypatch.setattr(sweep, "LocalPool", sweep_process.InProcessPool)
     monkeypatch.setattr("warnings.showwarning", lambda *a: None)
 
 
 def item(name, *experiments):
     """An item of one run for each experiment."""
-
-    def study(scale, lab):
-        found = lab.outcomes([Job(experiment=replace(e, name=f"{name}/{i}")) for i, e in enumerate(experiments)], name)
-        return Findings(
-            item=name,
-            scale=scale,
-            title=name,
-            source="Table 0",
-            about_scale="",
-            runs=[outcome.job.name for outcome in found],
-            num_missing=sum(not outcome.complete for outcome in found),
-        )
-
-    return Item(name=name, title=name, source="Table 0", study=study)
+    jobs = [Job(experiment=replace(e, name=f"{name}/{i}")) for i, e in enumerate(experiments)]
+    return Item(
+        name=name,
+        title=name,
+        source="Table 0",
+        jobs=lambda scale, known: {name: jobs},
+        findings=lambda scale, known: Findings(item=name, scale=scale, title=name, source="Table 0", about_scale=""),
+    )
 
 
 QUICK = smoke("cnn-2")
@@ -59,7 +51,8 @@ TUNED = replace(QUICK, model=replace(QUICK.model, checkpoint="checkpoints/effici
 def items(monkeypatch):
     """Three items; the first two need what is not there."""
     made = [item("flowers", QUICK, FLOWERS), item("tuned", TUNED), item("quick", QUICK)]
-    monkeypatch.setattr(report, "ITEMS", {one.name: one for one in made})
+    for name in ("ITEMS", "PAPER_ITEMS"):
+        monkeypatch.setattr(report, name, {one.name: one for one in made})
 
 
 def plain(capsys):
@@ -177,17 +170,21 @@ def test_everything_that_is_missing_is_named_once(tmp_path):
 
 
 def test_runs_that_follow_from_open_choices_count_as_missing(tmp_path):
-    archive = ReadOnlyRunner(tmp_path)
-    study = ITEMS["table1"].study
-    found = study("laptop", archive)
-    num_planned = len(plan(study, "laptop").jobs)
-    assert found.num_missing < num_planned
-    assert with_all_missing(found, study, archive).num_missing == num_planned
+    table, known = ITEMS["table1"], Records(tmp_path)
+    num_planned = len(planned_jobs(table, "laptop"))
+    assert sum(map(len, table.jobs("laptop", known).values())) < num_planned
+    assert describe(table, "laptop", known).num_missing == num_planned
 
 
+@pytest.mark.usefixtures("items")
 @pytest.mark.parametrize("flag", [(), ("--deterministic",)])
 def test_deterministic_reaches_the_processes(flag, monkeypatch):
-    monkeypatch.setattr(sweep, "run_job", sweep_process.tells_settings)
-    monkeypatch.setattr(report, "ITEMS", {"quick": item("quick", QUICK)})
-    assert main(["reproduce", "quick", "--scale", "smoke", "--runs", "runs", "--processes", "1", *flag]) == 0
-    assert json.loads(Path("runs/settings.json").read_text())["deterministic"] is bool(flag)
+    seen = []
+
+    def tells(job, runs, **settings):
+        seen.append(settings["deterministic"])
+        return sweep_process.run_job(job, runs, **settings)
+
+    monkeypatch.setattr(sweep, "run_job", tells)
+    assert main(["reproduce", "quick", "--scale", "smoke", "--runs", "runs", *flag]) == 0
+    assert seen == [bool(flag)]

@@ -9,6 +9,7 @@ import subprocess
 import pytest
 
 from flatmin.lab.report import write_report
+from flatmin.lab.runs.record import Records
 from report_cases import findings_with_runs
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -47,7 +48,8 @@ def opened(page, tmp_path):
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     path = tmp_path_factory.mktemp("report")
-    return write_report(findings_with_runs(path / "runs"), runs=path / "runs", out=path / "out")
+    findings = findings_with_runs(path / "runs")
+    return write_report(findings, known=Records(path / "runs"), out=path / "out", title="T")
 
 
 def test_browser_has_nothing_to_complain_about(page, tmp_path):

@@ -16,9 +16,9 @@ from flatmin.lab.runs import inputs
 from flatmin.lab.runs.checkpoint import checkpoints, latest_checkpoint, read_state, save_checkpoint
 from flatmin.lab.runs.directory import last_metrics, read_result, run_directories
 from flatmin.lab.runs.json_files import read_json, write_json
+from flatmin.lab.runs.record import read_record
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
-from flatmin.lab.sweeps.jobs import Job, Measurement, read_outcome
-from flatmin.lab.sweeps.measurements import measure_run
+from flatmin.lab.sweeps.measurements import Bound, measure_run
 from flatmin.lab.training.engine import train
 from flatmin.lab.training.trained_model import load_trained
 
@@ -448,17 +448,28 @@ def test_predicted_labels_that_were_changed_are_not_trained_on(change, checksum,
 # Measurements
 
 
-def test_a_measurement_with_one_digit_changed_is_not_reported(copy):
-    measurement = Measurement(kind="bound", settings=(("num_examples", 5),))
-    measure_run(copy, [measurement])
-    job = Job(experiment=SMALL, measurements=(measurement,))
-    before = read_outcome(job, copy.parent).measured[measurement]
-    file = copy / "measures" / measurement.file_name()
-    text = file.read_text()
-    assert f'"total": {before["total"]}' in text
-    file.write_text(text.replace(f'"total": {before["total"]}', f'"total": {before["total"] + 1}'))
-    with pytest.raises(CorruptFileError, match="its checksum differs.*Delete it and measure again"):
-        read_outcome(job, copy.parent)
+@pytest.mark.parametrize("damage", ["one digit changed", "another run's"])
+def test_a_measurement_that_is_damaged_or_of_another_run_is_not_reported(damage, copy):
+    measurement = Bound(num_examples=5)
+    ((name, facts),) = measure_run(copy, [measurement]).items()
+    record = read_record(copy.name, copy.parent)
+    assert record.measured == {name: facts}
+    file = copy / "measures" / f"{name}.json"
+    if damage == "one digit changed":
+        text = file.read_text()
+        assert f'"total": {facts["total"]}' in text
+        file.write_text(text.replace(f'"total": {facts["total"]}', f'"total": {facts["total"] + 1}'))
+        reason = "its checksum differs"
+    else:
+        content = read_json(file)
+        assert content["run"] == copy.name
+        write_json(file, content | {"run": "digits-cnn-4-0123456789-seed0"})
+        reason = "it was measured of another run"
+    with pytest.raises(CorruptFileError, match=f"{reason}.*Delete it and measure again"):
+        measure_run(copy, [measurement])
+    damaged = read_record(copy.name, copy.parent)
+    assert damaged.state == "not readable"
+    assert reason in damaged.reason
 
 
 # Settings

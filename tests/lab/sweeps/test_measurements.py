@@ -1,32 +1,30 @@
-"""What a sweep measures of a run: one file each, whole or not there, and nothing read twice."""
+"""What is measured of a run: one file each, complete or absent, and nothing read or measured twice."""
 
 import errno
-import json
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from flatmin.lab.errors import StorageError
-from flatmin.lab.runs import directory as run_directory
-from flatmin.lab.sweeps.jobs import Job, Measurement, read_outcome
-from flatmin.lab.sweeps.measurements import MEASURES, measure_cosine, measurement_settings
+from flatmin.lab.runs.record import read_record
+from flatmin.lab.sweeps.jobs import Job
+from flatmin.lab.sweeps.measurements import Bound, Cosine, Landscape, Noise, Sharpness, Spectrum, measure_run
 from flatmin.lab.sweeps.run_job import run_job
-from flatmin.lab.training import trained_model as trained
+from flatmin.lab.training import trained_model
 from flatmin.lab.training.engine import train
-from flatmin.lab.training.trained_model import load_trained
 from sweep_process import tiny
 
-EXAMPLES = (("num_examples", 20),)
 MEASUREMENTS = (
-    Measurement(kind="cosine", settings=(("rho", 0.1), *EXAMPLES), epoch=1),
-    Measurement(kind="cosine", settings=(("rho", 0.1), *EXAMPLES), epoch=2),
-    Measurement(kind="spectrum", settings=(("steps", 4), ("probes", 1), *EXAMPLES), epoch=1),
-    Measurement(kind="sharpness", settings=EXAMPLES),
-    Measurement(kind="landscape", settings=(("points", 3), *EXAMPLES)),
-    Measurement(kind="bound", settings=EXAMPLES),
-    Measurement(kind="bound", settings=(("rho", 0.2), *EXAMPLES)),
-    Measurement(kind="noise", settings=(("num_draws", 3), *EXAMPLES)),
+    Cosine(rho=0.1, num_examples=20, epoch=1),
+    Cosine(rho=0.1, num_examples=20, epoch=2),
+    Spectrum(steps=4, probes=1, num_examples=20, epoch=1),
+    Sharpness(num_examples=20),
+    Landscape(points=3, num_examples=20),
+    Bound(num_examples=20),
+    Bound(num_examples=20, rho=0.2),
+    Noise(num_draws=3, num_examples=20),
 )
 
 
@@ -37,60 +35,60 @@ def job(tmp_path):
     return job
 
 
-def noted_calls(monkeypatch, module, name):
-    function, calls = getattr(module, name), []
+def noted_calls(monkeypatch, name):
+    function, calls = getattr(trained_model, name), []
 
     def noting(*arguments, **keywords):
         calls.append(arguments)
         return function(*arguments, **keywords)
 
-    monkeypatch.setattr(module, name, noting)
+    monkeypatch.setattr(trained_model, name, noting)
     return calls
 
 
-def test_all_measurements_of_a_run_read_its_dataset_and_the_weights_of_each_epoch_once(job, tmp_path, monkeypatch):
-    datasets = noted_calls(monkeypatch, trained, "load_dataset")
-    weights = noted_calls(monkeypatch, trained, "_load_weights")
+def test_all_measurements_of_a_run_read_its_dataset_and_each_epochs_weights_once(job, tmp_path, monkeypatch):
+    datasets, weights = (noted_calls(monkeypatch, name) for name in ("load_dataset", "_load_weights"))
     assert run_job(job, tmp_path, None, 60.0).kind == "done"
     assert len(datasets) == 1
     assert sorted(arguments[2] or 99 for arguments in weights) == [1, 2, 99]
+    files = {path.relative_to(tmp_path / job.name / "measures").as_posix() for path in tmp_path.rglob("measures/*")}
+    names = {m.name for m in MEASUREMENTS}
+    assert {file.removesuffix(".json") for file in files if file.endswith(".json")} == names
+    assert sum(file.endswith(".svg") for file in files) == 5  # cosines and noise have no plot
+    measured = read_record(job.name, tmp_path).measured
+    assert measured.keys() == names
+    # Whoever asks next, for one or for all, gets the same facts, and nothing is measured again.
+    monkeypatch.setattr(trained_model, "load_trained", None)
+    assert measure_run(tmp_path / job.name, MEASUREMENTS) == measured
+    assert measure_run(tmp_path / job.name, MEASUREMENTS[3:4]) == {n: f for n, f in measured.items() if "sharp" in n}
 
 
-def test_a_measurement_beside_others_finds_what_it_finds_alone(job, tmp_path):
-    assert run_job(job, tmp_path, None, 60.0).kind == "done"
-    found = read_outcome(job, tmp_path).measured
-    assert list(found) == list(MEASUREMENTS)
+def test_a_measurement_among_others_finds_what_it_finds_alone(job, tmp_path):
+    together = measure_run(tmp_path / job.name, MEASUREMENTS)
+    for file in tmp_path.rglob("measures/*"):
+        file.unlink()
     for measurement in MEASUREMENTS:
-        alone = load_trained(tmp_path / job.name, epoch=measurement.epoch)
-        measure = MEASURES[measurement.kind][0]
-        facts = measure(alone, tmp_path / "alone" / measurement.kind, **measurement_settings(measurement))
-        assert found[measurement] == json.loads(json.dumps(facts), parse_constant=lambda _: None), measurement
+        assert measure_run(tmp_path / job.name, [measurement]) == {measurement.name: together[measurement.name]}
 
 
-def test_each_measurement_has_one_file_of_facts(job, tmp_path):
-    run_job(job, tmp_path, None, 60.0)
-    folder = tmp_path / job.name / "measures"
-    assert {p.relative_to(folder).as_posix() for p in folder.rglob("*.json")} == {m.file_name() for m in MEASUREMENTS}
-    assert len(list(folder.rglob("*.svg"))) == 5  # a cosine has no picture
-
-
-def test_facts_that_cannot_be_written_leave_those_of_before(job, tmp_path, monkeypatch):
-    network = load_trained(tmp_path / job.name)
-    target = tmp_path / "measures" / "cosine"
-    measure_cosine(network, target, rho=0.1, num_examples=20)
-    before = target.with_suffix(".json").read_bytes()
-    assert json.loads(before)["rho"] == 0.1
+def test_facts_that_cannot_be_written_are_an_error_and_leave_nothing(job, tmp_path, monkeypatch):
+    run, measurement = tmp_path / job.name, MEASUREMENTS[0]
 
     def full(descriptor):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(run_directory.os, "fsync", full)
-    with pytest.raises(StorageError, match="No space left"):
-        measure_cosine(network, target, rho=0.2, num_examples=20)
-    assert target.with_suffix(".json").read_bytes() == before
+    with monkeypatch.context() as patch, pytest.raises(StorageError, match="No space left"):
+        patch.setattr(os, "fsync", full)
+        measure_run(run, [measurement])
+    assert list((run / "measures").iterdir()) == []
+    (run / "measures").rmdir()
+    (run / "measures").touch()
+    with pytest.raises(StorageError, match=f"{run.name}/measures cannot be written to"):
+        measure_run(run, [measurement])
+    (run / "measures").unlink()
+    assert measure_run(run, [measurement])[measurement.name]["rho"] == 0.1
 
 
-def test_a_folder_that_cannot_be_written_to_is_named(job, tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match="file/measures"):
-        measure_cosine(load_trained(tmp_path / job.name), tmp_path / "file/measures/cosine", rho=0.1, num_examples=20)
+def test_a_run_may_be_the_current_directory(job, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path / job.name)
+    assert measure_run(Path(), MEASUREMENTS[:1]) == measure_run(Path(), MEASUREMENTS[:1])

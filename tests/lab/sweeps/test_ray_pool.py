@@ -58,8 +58,8 @@ def test_nodes_that_do_not_see_the_directory_of_runs_send_their_files(cluster, t
 
     monkeypatch.setattr(ray_pool.RayPool, "_start_store", start_unseen)
     jobs, runs = many_jobs(3, 2), tmp_path / "runs"
-    outcomes = sweep(jobs, runs=runs, engine="ray", address=cluster.address)
-    assert all(outcome.complete for outcome in outcomes)
+    records = sweep(jobs, runs=runs, engine="ray", address=cluster.address)
+    assert all(record.state == "finished" for record in records.values())
     for job in jobs:
         whole = train(job.experiment, seed=job.seed, runs=tmp_path / "whole").directory
         assert (runs / job.name / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
@@ -104,14 +104,12 @@ def test_a_node_that_is_killed_costs_only_what_its_job_did_since_its_checkpoint(
 
     thread = threading.Thread(target=kill_a_node, daemon=True)
     thread.start()
-    outcomes = sweep(jobs, runs=runs, engine="ray", address=cluster.address, checkpoint_seconds=0.05)
+    records = sweep(jobs, runs=runs, engine="ray", address=cluster.address, checkpoint_seconds=0.05)
     thread.join()
-    assert [o.failure for o in outcomes] == [None] * 6
-    assert all(o.complete for o in outcomes)
+    assert [record.state for record in records.values()] == ["finished"] * 6
     assert 2 <= len(finished) < 6
     assert {path: path.stat().st_mtime_ns for path in finished} == finished
-    sessions = {o.job.name: json.loads((runs / o.job.name / "environment.json").read_text()) for o in outcomes}
-    num_sessions = {name: len(content["sessions"]) for name, content in sessions.items()}
+    num_sessions = {name: len(record.sessions) for name, record in records.items()}
     assert all(num_sessions[path.parent.name] == 1 for path in finished)
     assert sorted(num_sessions.values()) == [1, 1, 1, 1, 1, 2]
     for job in jobs:

@@ -129,84 +129,49 @@ def test_a_job_that_could_not_save_when_it_was_stopped_is_named(ending, tmp_path
     assert "run the same command again" in str(error)
 
 
-def starts_until_the_end(job, ground_gained, tmp_path, attempts=3):
-    """Let a job die once for each way of gaining progress, then end well; say how often it began, and the failures."""
+def starts_until_the_end(job, ground_gained, runs):
+    """Let a job die once for each file that it appends to, then end well; say how often it began, and the failures."""
     left = list(ground_gained)
 
     def ending(name):
         if not left:
             return JobStatus(kind="done")
-        left.pop(0)()
-        return DIED
-
-    pool = OneAfterTheOther(1, ending)
-    failures = JobScheduler({job.name: job}, pool, SweepProgress({job.name: job}, tmp_path, None, ""), attempts).run(
-        Interruption()
-    )
-    return len(pool.order), failures
-
-
-def saves(run, step):
-    """Return what writes the checkpoint of a step."""
-
-    def save():
-        folder = run / "checkpoints"
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"step-{step:08d}-{step:016x}.pt").touch()
-
-    return save
-
-
-def writes(path, text):
-    """Return what appends to a file."""
-
-    def append():
+        path = left.pop(0)
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a") as file:
-            file.write(text)
+            file.write("[0, 0]\n")
+        return DIED
 
-    return append
-
-
-def test_a_job_that_dies_goes_on_as_long_as_it_gains_ground(tmp_path):
-    job = Job(experiment=tiny())
-    progress_now = [saves(tmp_path / job.name, step) for step in range(1, 11)]
-    assert starts_until_the_end(job, progress_now, tmp_path) == (11, {})
+    pool, progress = OneAfterTheOther(1, ending), SweepProgress({job.name: job}, runs, None, "")
+    return JobScheduler({job.name: job}, pool, progress, attempts=3).run(Interruption()), len(pool.order)
 
 
-def test_a_job_that_dies_without_gaining_ground_is_given_up(tmp_path):
-    """The first checkpoint is that of step 0: it gains nothing."""
-    job = Job(experiment=tiny())
-    progress_now = [saves(tmp_path / job.name, 0)] * 10
-    assert starts_until_the_end(job, progress_now, tmp_path) == (
-        3,
-        {job.name: "Its process was killed. (attempt 3 of 3)"},
-    )
+def checkpoint(run, step):
+    return run / "checkpoints" / f"step-{step:08d}-{step:016x}.pt"
 
 
-def test_ground_that_was_gained_gives_a_job_all_its_attempts_again(tmp_path):
-    job = Job(experiment=tiny())
-    progress_now = [saves(tmp_path / job.name, step) for step in (0, 0, 5, 5, 5, 5, 5)]
-    num_starts, failures = starts_until_the_end(job, progress_now, tmp_path)
-    assert num_starts == 6
-    assert list(failures) == [job.name]
-
-
-def test_what_an_earlier_sweep_had_saved_is_no_ground_gained(tmp_path):
-    job = Job(experiment=tiny())
-    saves(tmp_path / job.name, 7)()
-    assert starts_until_the_end(job, [saves(tmp_path / job.name, 7)] * 10, tmp_path)[0] == 3
-
-
-def test_measurements_and_points_of_a_landscape_are_ground_as_well(tmp_path):
-    job = Job(experiment=tiny())
-    measures = tmp_path / job.name / "measures"
-    progress_now = [writes(measures / f"sharpness-{i}.json", "{}") for i in range(4)]
-    progress_now += [writes(measures / "landscape-0.cache", "[0, 0]\n")] * 4
-    assert starts_until_the_end(job, progress_now, tmp_path) == (9, {})
-
-
-def test_a_first_stage_that_gets_further_is_ground_as_well(tmp_path):
+def test_a_job_that_dies_is_restarted_as_long_as_it_saves_something_new(tmp_path):
+    """Steps, of a first stage as well, measurements, and points of a landscape."""
     job = Job(experiment=tiny(bootstrap=True, label_noise=0.2))
-    first = tmp_path / job.experiment.first_stage().run_name(0)
-    assert starts_until_the_end(job, [saves(first, step) for step in range(1, 5)], tmp_path) == (5, {})
+    run, first = tmp_path / job.name, tmp_path / job.experiment.first_stage().run_name(0)
+    gained = [*(checkpoint(first, step) for step in range(1, 5)), *(checkpoint(run, step) for step in range(1, 5))]
+    gained += [run / "measures" / f"sharpness-{i}.json" for i in range(4)] + [run / "measures/landscape-0.cache"] * 4
+    assert starts_until_the_end(job, gained, tmp_path) == ({}, 17)
+
+
+@pytest.mark.parametrize(
+    ("before", "steps", "num_starts"),
+    [
+        (0, [0] * 10, 3),  # the first checkpoint is of step 0: it gains nothing
+        (7, [7] * 10, 3),  # an earlier sweep saved it
+        (0, [0, 0, 5, 5, 5, 5, 5], 6),  # what was gained gives it all its attempts again
+    ],
+)
+def test_a_job_that_dies_without_saving_anything_new_is_given_up(before, steps, num_starts, tmp_path):
+    job = Job(experiment=tiny())
+    run = tmp_path / job.name
+    if before:
+        checkpoint(run, before).parent.mkdir(parents=True)
+        checkpoint(run, before).touch()
+    failures = {job.name: "Its process was killed. (attempt 3 of 3)"}
+    assert starts_until_the_end(job, [checkpoint(run, step) for step in steps], tmp_path) == (failures, num_starts)

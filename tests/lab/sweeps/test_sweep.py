@@ -12,20 +12,21 @@ from functools import partial
 
 import psutil
 import pytest
-from flatmin.lab.sweeps.runners import ReadOnlyRunner
 from rich.console import Console
 
 import sweep_process
 from flatmin.lab.errors import DataError, ModelError, RunError, SpecError, StorageError
 from flatmin.lab.runs.checkpoint import checkpoints
 from flatmin.lab.runs.directory import RunDirectory
+from flatmin.lab.runs.record import read_record
 from flatmin.lab.spec.experiment import Model
 from flatmin.lab.sweeps import local_pool as sweep_local
 from flatmin.lab.sweeps import run_job as sweep_job
 from flatmin.lab.sweeps import scheduler as sweep_schedule
 from flatmin.lab.sweeps import sweep as sweep_module
-from flatmin.lab.sweeps.jobs import Job, Measurement, read_outcome
+from flatmin.lab.sweeps.jobs import Job
 from flatmin.lab.sweeps.local_pool import LocalPool, Shares, machine_shares
+from flatmin.lab.sweeps.measurements import Bound, Sharpness
 from flatmin.lab.sweeps.progress import SweepProgress
 from flatmin.lab.sweeps.run_job import JobStatus, describe_death
 from flatmin.lab.sweeps.scheduler import JobScheduler
@@ -35,8 +36,8 @@ from flatmin.lab.training.session import Interruption
 from sweep_process import many_jobs, tiny
 
 LONG = 100_000  # epochs: it will not end by itself
-SHARPNESS = Measurement(kind="sharpness", settings=(("num_examples", 20),))
-BOUND = Measurement(kind="bound", settings=(("num_examples", 20), ("rho", 0.1)))
+SHARPNESS, BOUND = Sharpness(num_examples=20), Bound(num_examples=20, rho=0.1)
+ONE = Shares(threads=1, gpus=(None,))
 
 
 def start(runs, num_jobs, epochs):
@@ -79,23 +80,29 @@ def in_background(function):
     return thread
 
 
-def test_forty_runs_that_were_killed_go_on_without_repeating_one(tmp_path):
-    runs, jobs = tmp_path / "killed", many_jobs(40, 4)
-    process = start(runs, 40, 4)
-    wait_for(lambda: len(list(runs.glob("*/result.json"))) >= 12, process)
+@pytest.fixture
+def in_process(monkeypatch):
+    """No processes, for what does not depend on them."""
+    monkeypatch.setattr(sweep_module, "LocalPool", sweep_process.InProcessPool)
+
+
+def test_runs_that_were_killed_go_on_without_repeating_one(tmp_path):
+    runs, jobs = tmp_path / "killed", many_jobs(16, 4)
+    process = start(runs, 16, 4)
+    wait_for(lambda: len(list(runs.glob("*/result.json"))) >= 5, process)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     finished = {p: p.stat().st_mtime_ns for p in runs.glob("*/result.json")}
-    assert 12 <= len(finished) < 40
+    assert 5 <= len(finished) < 16
 
-    again = start(runs, 40, 4)
+    again = start(runs, 16, 4)
     output, errors = again.communicate()
     assert again.returncode == 0, errors
-    assert output.count("test error") == 40 - len(finished)
-    assert f"[{len(finished) + 1}/40]" in output
+    assert output.count("test error") == 16 - len(finished)
+    assert f"[{len(finished) + 1}/16]" in output
     assert {path: path.stat().st_mtime_ns for path in finished} == finished
     assert all(len(json.loads((p.parent / "environment.json").read_text())["sessions"]) == 1 for p in finished)
-    assert all(outcome.complete for outcome in ReadOnlyRunner(runs).outcomes(jobs, ""))
+    assert all(read_record(job.name, runs).state == "finished" for job in jobs)
     for job in jobs:
         assert metrics_of(runs, job) == undisturbed(job, tmp_path / "whole"), job.name
 
@@ -148,47 +155,47 @@ def test_a_process_that_dies_costs_no_more_than_the_time_since_its_checkpoint(tm
         (workers() - before).pop().kill()
 
     thread = in_background(kill_worker)
-    (outcome,) = sweep([job], runs=tmp_path / "runs", processes=1, checkpoint_seconds=0.02)
+    records = sweep([job], runs=tmp_path / "runs", processes=1, checkpoint_seconds=0.02)
     thread.join()
-    assert outcome.complete
-    assert outcome.failure is None
+    assert records[job.name].state == "finished"
     assert len(sessions(tmp_path / "runs", job)) == 2
     assert metrics_of(tmp_path / "runs", job) == undisturbed(job, tmp_path / "whole")
     speed = (tmp_path / "runs" / job.name / "speed.jsonl").read_text().splitlines()
     assert len(speed) < 60 + 5  # epochs that were done twice
 
 
+@pytest.mark.usefixtures("in_process")
 def test_a_job_that_fails_is_tried_again_and_then_is_a_problem_that_is_not_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(sweep_module, "run_job", sweep_process.fails_at_first)
     jobs = [Job(experiment=tiny()), Job(experiment=tiny(), seed=1)]
     console = Console(record=True, width=200)
     with Sweeper(runs=tmp_path, processes=1, attempts=2, console=console) as sweeper:
-        outcomes = sweeper.outcomes(jobs, "")
-        assert [o.failure for o in outcomes] == ["ValueError: not yet (attempt 2 of 2)"] * 2
+        records = sweeper.run(jobs).values()
+        assert [r.reason for r in records] == ["ValueError: not yet (attempt 2 of 2)"] * 2
+        assert not any(r.is_complete for r in records)
         text = console.export_text()
         assert "2 of 2 runs failed" in text
         assert "The same command tries again" in text
-        assert not read_outcome(jobs[0], tmp_path).complete
-        assert all(o.result is not None and o.failure is None for o in sweeper.outcomes(jobs, ""))
+        assert all(r.state == "finished" for r in sweeper.run(jobs).values())
     assert (tmp_path / f"{jobs[0].name}.attempts").read_text() == "xxx"
 
 
+@pytest.mark.usefixtures("in_process")
 def test_a_run_that_diverges_stops_no_other_and_is_repeated_only_without_its_problem_file(tmp_path, capfd):
     jobs = [Job(experiment=tiny(lr=1e18, epochs=2)), Job(experiment=tiny())]
     with Sweeper(runs=tmp_path, processes=1) as sweeper:
-        bad, good = sweeper.outcomes(jobs, "")
-        assert "The loss diverged" in bad.failure
-        assert bad.result is None
-        assert good.result is not None
-        assert good.failure is None
-        assert sweeper.outcomes(jobs, "")[0].failure == bad.failure
+        bad, good = sweeper.run(jobs).values()
+        assert (bad.state, bad.is_complete, good.state) == ("failed", True, "finished")
+        assert "The loss diverged" in bad.reason
+        assert sweeper.run(jobs)[bad.name].reason == bad.reason
         assert len(sessions(tmp_path, jobs[0])) == 1
-        (tmp_path / jobs[0].name / "problem.json").unlink()
-        assert sweeper.outcomes(jobs, "")[0].failure == bad.failure
+        (tmp_path / bad.name / "problem.json").unlink()
+        assert sweeper.run(jobs)[bad.name].reason == bad.reason
     assert len(sessions(tmp_path, jobs[0])) == 2
     assert capfd.readouterr() == ("", "")  # without a console nothing is said
 
 
+@pytest.mark.usefixtures("in_process")
 def test_jobs_of_one_name_are_trained_once_and_all_is_measured_that_any_asks_for(tmp_path):
     jobs = [
         Job(experiment=tiny(), measurements=(SHARPNESS,)),
@@ -196,20 +203,16 @@ def test_jobs_of_one_name_are_trained_once_and_all_is_measured_that_any_asks_for
         Job(experiment=tiny()),
     ]
     with Sweeper(runs=tmp_path, processes=2) as sweeper:
-        first = sweeper.outcomes(jobs[2:], "")
-        trained = (tmp_path / jobs[0].name / "result.json").stat().st_mtime_ns
-        outcomes = sweeper.outcomes(jobs, "")
-        measured = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/measures/*.json")}
-        assert [o.measured for o in sweeper.outcomes(jobs, "")] == [o.measured for o in outcomes]
-    assert first[0].measured == {}
-    assert [o.job for o in outcomes] == jobs
-    assert [set(o.measured) for o in outcomes] == [{SHARPNESS}, {BOUND, SHARPNESS}, set()]
-    assert outcomes[0].measured[SHARPNESS]["num_examples"] == 20
-    assert outcomes[1].measured[BOUND]["rho"] == 0.1
-    assert (tmp_path / jobs[0].name / "result.json").stat().st_mtime_ns == trained
-    assert {path: path.stat().st_mtime_ns for path in measured} == measured
-    assert len(measured) == 2
-    assert len(list(tmp_path.glob("*/result.json"))) == 1
+        (alone,) = sweeper.run(jobs[2:]).values()
+        (record,) = sweeper.run(jobs).values()
+        files = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/measures/*.json")}
+        assert sweeper.run(jobs) == {record.name: record}
+    assert alone.measured == {}
+    assert record == replace(alone, measured=record.measured)  # not trained again
+    assert record.measured.keys() == {SHARPNESS.name, BOUND.name}
+    assert record.measured[SHARPNESS.name]["num_examples"] == 20
+    assert record.measured[BOUND.name]["rho"] == 0.1
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/measures/*.json")} == files
 
 
 def test_a_users_mistake_stops_the_sweep_when_the_others_have_saved(tmp_path):
@@ -242,23 +245,10 @@ def test_ray_is_asked_for_by_name_where_it_is_missing(tmp_path, monkeypatch):
         sweep([Job(experiment=tiny())], runs=tmp_path, engine="ray")
 
 
-@pytest.mark.parametrize(
-    ("measurement", "message"),
-    [
-        (Measurement(kind="spectrum", settings=(("eigenvalues", 5),)), "eigenvalues is not a setting of the measure"),
-        (Measurement(kind="beauty"), "'beauty' cannot be measured"),
-    ],
-)
-def test_a_mistake_in_a_measurement_shows_before_anything_is_trained(measurement, message, tmp_path):
-    with pytest.raises(SpecError, match=message):
-        sweep([Job(experiment=tiny(), measurements=(measurement,))], runs=tmp_path / "runs")
-    assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.parametrize("name", ["processes", "threads", "attempts"])
-def test_a_negative_number_is_refused(name, tmp_path):
-    with pytest.raises(SpecError, match=f"{name} must be at least"):
-        sweep([], runs=tmp_path, **{name: -1})
+def test_a_negative_number_is_refused(tmp_path):
+    for name in ("processes", "threads", "attempts"):
+        with pytest.raises(SpecError, match=f"{name} must be at least"):
+            sweep([], runs=tmp_path, **{name: -1})
 
 
 def test_each_process_has_the_threads_that_were_asked_for(tmp_path, monkeypatch):
@@ -285,6 +275,7 @@ def test_a_machine_is_divided_by_its_cores_or_by_its_gpus(monkeypatch):
     assert machine_shares(0, 0).gpus == ("5", "7")
 
 
+@pytest.mark.usefixtures("in_process")
 def test_a_run_that_another_process_works_on_is_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr(sweep_schedule, "BUSY_SECONDS", 0.1)
     job, console = Job(experiment=tiny()), Console(record=True, width=200)
@@ -297,15 +288,15 @@ def test_a_run_that_another_process_works_on_is_waited_for(tmp_path, monkeypatch
         directory.close()
 
     thread = in_background(let_go)
-    (outcome,) = sweep([job], runs=tmp_path, processes=1, attempts=1, console=console)
+    records = sweep([job], runs=tmp_path, processes=1, attempts=1, console=console)
     thread.join()
-    assert outcome.result is not None
+    assert records[job.name].state == "finished"
     assert console.export_text().count("another process works on it") == 1
 
 
 def test_a_process_that_is_killed_while_it_was_to_save_has_not_stopped_but_died(tmp_path):
     job = Job(experiment=tiny())
-    with LocalPool(partial(sweep_process.does_not_stop, folder=tmp_path), Shares(threads=1, gpus=(None,))) as pool:
+    with LocalPool(partial(sweep_process.does_not_stop, folder=tmp_path), ONE) as pool:
         pool.start(job)
         wait_for((tmp_path / "began").exists)
         pool.stop()
@@ -315,18 +306,11 @@ def test_a_process_that_is_killed_while_it_was_to_save_has_not_stopped_but_died(
     assert ending == JobStatus(kind="died", message=describe_death(-signal.SIGKILL))
 
 
-def test_a_process_that_is_stopped_before_it_has_begun_has_nothing_to_save(tmp_path):
-    with LocalPool(partial(sweep_process.does_not_stop, folder=tmp_path), Shares(threads=1, gpus=(None,))) as pool:
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_stop_has_nothing_to_save_before_a_job_and_is_not_an_error_that_a_library_handles(begins, tmp_path):
+    with LocalPool(partial(sweep_process.handles_errors, folder=tmp_path), ONE) as pool:
         pool.start(Job(experiment=tiny()))
-        pool.stop()
-        ((_, ending),) = wait_for(lambda: pool.poll(0.1))
-    assert ending.kind == "stopped"
-
-
-def test_a_stop_is_not_taken_for_an_error_that_a_library_handles(tmp_path):
-    with LocalPool(partial(sweep_process.handles_errors, folder=tmp_path), Shares(threads=1, gpus=(None,))) as pool:
-        pool.start(Job(experiment=tiny()))
-        wait_for((tmp_path / "began").exists)
+        wait_for(lambda: not begins or (tmp_path / "began").exists())
         pool.stop()
         ((_, ending),) = wait_for(lambda: pool.poll(0.1))
     assert ending.kind == "stopped"
@@ -334,7 +318,7 @@ def test_a_stop_is_not_taken_for_an_error_that_a_library_handles(tmp_path):
 
 def test_a_process_whose_device_broke_gets_no_other_job(tmp_path):
     jobs = [Job(experiment=tiny(), seed=seed) for seed in range(3)]
-    with LocalPool(sweep_process.breaks_its_device, Shares(threads=1, gpus=(None,))) as pool:
+    with LocalPool(sweep_process.breaks_its_device, ONE) as pool:
         numbers = []
         for job in jobs:
             pool.start(job)
@@ -344,22 +328,15 @@ def test_a_process_whose_device_broke_gets_no_other_job(tmp_path):
     assert numbers[1] == numbers[2]
 
 
-@pytest.mark.parametrize(
-    ("message", "is_broken"),
-    [
+def test_errors_of_a_broken_device_are_known():
+    for message, is_broken in (
         ("CUDA error: device-side assert triggered", True),
         ("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED", True),
         ("CUDA out of memory. Tried to allocate 2 GiB", False),  # the next job may need less
         ("shapes cannot be multiplied", False),
-    ],
-)
-def test_errors_of_a_broken_device_are_known(message, is_broken, tmp_path, monkeypatch):
-    def fails(*_, **__):
-        raise RuntimeError(message)
-
-    monkeypatch.setattr(sweep_job, "train", fails)
-    status = run_job(Job(experiment=tiny()), tmp_path, None, 60.0)
-    assert (status.kind, status.is_device_broken) == ("failed", is_broken)
+    ):
+        status = sweep_job.status_of_error(RuntimeError(message))
+        assert (status.kind, status.is_device_broken) == ("failed", is_broken)
 
 
 class Unreadable:
@@ -371,10 +348,7 @@ def test_processes_that_cannot_begin_are_not_started_for_ever(tmp_path, monkeypa
     monkeypatch.setattr(sweep_local, "MAX_FAILED_STARTS", 1)
     job = Job(experiment=tiny())
     progress = SweepProgress({job.name: job}, tmp_path, None, "")
-    with (
-        LocalPool(Unreadable(), Shares(threads=1, gpus=(None,))) as pool,
-        pytest.raises(RunError, match="if __name__ == "),
-    ):
+    with LocalPool(Unreadable(), ONE) as pool, pytest.raises(RunError, match="if __name__ == "):
         JobScheduler({job.name: job}, pool, progress, attempts=5).run(Interruption())
 
 
@@ -421,4 +395,4 @@ def test_nothing_to_do_starts_no_process(tmp_path, monkeypatch):
     job = Job(experiment=tiny())
     train(job.experiment, runs=tmp_path)
     monkeypatch.setattr(LocalPool, "start", lambda *_: pytest.fail("a process was started"))
-    assert sweep([job, job], runs=tmp_path) == [read_outcome(job, tmp_path)] * 2
+    assert sweep([job, job], runs=tmp_path) == {job.name: read_record(job.name, tmp_path)}

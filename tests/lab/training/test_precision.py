@@ -7,7 +7,8 @@ import torch
 
 from flatmin.cli import main
 from flatmin.lab.sweeps import run_job as run_job_module
-from flatmin.lab.sweeps.jobs import Job, Measurement
+from flatmin.lab.sweeps.jobs import Job
+from flatmin.lab.sweeps.measurements import Cosine
 from flatmin.lab.training import run
 from flatmin.lab.training.precision import deterministic_algorithms
 from sweep_process import tiny
@@ -46,7 +47,7 @@ def test_jobs_train_and_measure_with_deterministic_algorithms(deterministic, tmp
 
     record(run.Stepper, "step")
     record(run_job_module, "measure_run")
-    job = Job(experiment=tiny(), measurements=(Measurement(kind="cosine", settings=(("num_examples", 20),)),))
+    job = Job(experiment=tiny(), measurements=(Cosine(num_examples=20),))
     assert run_job_module.run_job(job, tmp_path, None, 60.0, deterministic).kind == "done"
     assert set(seen) == {("step", deterministic), ("measure_run", deterministic)}
     assert not torch.are_deterministic_algorithms_enabled()

@@ -1,6 +1,5 @@
 """``flatmin measure``: how flat is the minimum of a run?"""
 
-import math
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,7 +81,7 @@ class Measure:
 
 def _cell(name: str, value: Any) -> str | None:
     """Return a fact as the table shows it; None if it does not."""
-    if name == "standard_error" and math.isnan(value):
+    if name == "standard_error" and value is None:
         return "unknown (one subset)"
     if not isinstance(value, list):
         return number(value)

@@ -151,9 +151,9 @@ def read_measurement(file: Path) -> MeasurementResult:
     Raises:
         CorruptFileError: the file cannot be used, or is another run's.
     """
-    facts = read_json(file)
-    if facts.pop("run", file.parent.parent.name) != file.parent.parent.name:
-        raise CorruptFileError(file, "it was measured of another run", "Delete it, and measure again.")
+    facts, run = read_json(file), file.parent.parent.resolve().name
+    if facts.pop("run", run) != run:
+        raise CorruptFileError(file, "it was measured of another run")
     numbers: MeasurementResult = _with_nan(facts)
     return numbers
 

@@ -339,11 +339,11 @@ def measure_run(
             name = m.name if is_finished(run) or epoch is not None else f"{m.name}-step{at['step']}"
             target = run / "measures" / name
             facts, plot = m.measure(trained, target)
-            found[name] = at | facts
             with storing(target.parent, "Free some disk space, and measure again."):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 if plot is not None:
                     plot().savefig(target.with_suffix(".svg"))
-            # Last: if it exists, so do the plots.
-            write_json(target.with_suffix(".json"), {"run": run.resolve().name, **found[name]})
+            # Last: if it exists, so do the plots. Read back, for the same facts as whoever asks next.
+            write_json(target.with_suffix(".json"), {"run": run.resolve().name, **at, **facts})
+            found[name] = read_measurement(target.with_suffix(".json"))
     return found
