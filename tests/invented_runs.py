@@ -60,3 +60,13 @@ def in_process(runs):
 def cells(findings, kind=Cell):
     """Return all cells of all tables, or entries of another kind."""
     return [cell for table in findings.tables for row in table.rows for cell in row if isinstance(cell, kind)]
+
+
+def wobble(seed):
+    """Return a replica's own deviation, different for each."""
+    return 0.001 * ((7 * seed) % 5 - 2)
+
+
+def only(keep, metrics):
+    """Return the same metrics, of some jobs: the others are missing."""
+    return lambda job: metrics(job) if keep(job) else None

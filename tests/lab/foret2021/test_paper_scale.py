@@ -7,9 +7,8 @@ import csv
 import io
 from pathlib import Path
 
-from flatmin.lab.studies.plan import planned_jobs
-
 from flatmin.lab.foret2021.items import ITEMS
+from flatmin.lab.studies.study import planned_jobs
 
 TABLE = Path(__file__).with_name("paper_scale.csv")
 WITHOUT_RUNS = ("predictive", "error-reduction")  # other people's networks; the runs of four tables
@@ -56,7 +55,7 @@ def table():
     for name, item in ITEMS.items():
         if name in WITHOUT_RUNS:
             continue
-        for job in planned_jobs(item.study, "paper"):
+        for job in planned_jobs(item, "paper").values():
             found = row(name, job)
             key = tuple(value for column, value in found.items() if column not in JOINED)
             groups.setdefault(key, []).append((found, job.seed))

@@ -1,67 +1,61 @@
-"""The evidence in results/: every number of its page, and of the docs' tables, comes from the runs beside it."""
+"""The evidence in results/: every number of its pages, and of the docs' tables, comes from the runs beside them."""
 
 import importlib.util
-import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from flatmin.lab.report import write_report
-from flatmin.lab.report.runs import read_run
-from flatmin.lab.studies.findings import Cell
+from flatmin.lab.commands.collect import Collect
+from flatmin.lab.foret2021.items import ITEMS
+from flatmin.lab.runs.record import Records
+from flatmin.lab.studies.study import describe
 
 ROOT = Path(__file__).parents[3]
-
-
-@pytest.fixture(scope="module")
-def collecting():
-    spec = importlib.util.spec_from_file_location("collect_results", ROOT / "experiments" / "collect_results.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_page_is_what_the_runs_say(collecting, tmp_path):
-    runs = collecting.RESULTS / "runs"
-    write_report(collecting.findings(runs), runs=runs, out=tmp_path, title=collecting.TITLE)
-    assert (tmp_path / "report.md").read_text() == (collecting.RESULTS / "report.md").read_text()
-
-
-def test_the_tables_of_the_docs_are_what_the_runs_say(collecting):
-    text = collecting.DOCS.read_text()
-    for name, block in collecting.blocks(collecting.RESULTS / "runs").items():
-        assert collecting.with_block(text, name, block) == text, f"run experiments/collect_results.py: {name} differ"
-
-
-def test_a_cell_is_the_mean_of_five_runs_that_are_there(collecting):
-    runs = collecting.RESULTS / "runs"
-    tables = {found.item: found.tables[0] for found in collecting.findings(runs) if found.tables}
-    cells = {
-        item: [c for row in tables[item].rows for c in row if isinstance(c, Cell) and c.measured and not c.note]
-        for item in ("table1", "label-noise")
-    }
-    # SGD (also twice as long, or by m), SAM (also by m); with noise also Mixup, and bootstraps.
-    assert len(cells["table1"]) >= 5
-    assert len(cells["label-noise"]) >= 10
-    for cell in (*cells["table1"], *cells["label-noise"]):
-        metrics = [json.loads((runs / run / "result.json").read_text())["metrics"] for run in cell.runs]
-        errors = [100 * line["test_error"] for line in metrics]
-        assert len(errors) == 5
-        mean = sum(errors) / 5
-        assert cell.measured.mean == pytest.approx(mean) or cell.measured.mean == pytest.approx(100 - mean)
-
-
-def test_no_run_tells_of_the_machine_it_ran_on_more_than_it_should(collecting):
-    files = list(collecting.RESULTS.rglob("*.json"))
-    assert files
-    for file in files:
-        assert not re.search(r'"/[a-z]+/', file.read_text()), file
+RESULTS = ROOT / "results"
 
 
 @pytest.mark.parametrize("study", ["foret2021-laptop", "cheap-sam-laptop", "demo"])
-def test_every_stored_run_can_be_read(study):
-    runs = Path(__file__).parents[3] / "results" / study / "runs"
-    states = {path.name: read_run(path.name, runs).state for path in runs.iterdir()}
-    assert states
-    assert {name: state for name, state in states.items() if state not in ("finished", "failed")} == {}
+def test_collected_again_every_file_has_the_same_bytes(study, tmp_path):
+    """The runs themselves, the page and every figure; and there are no others."""
+    for file in ("runs.jsonl", "environments.json", "study.json"):
+        shutil.copy(RESULTS / study / file, tmp_path)
+    Collect(tmp_path, tmp_path, allow_unknown_code=True).run(Console(quiet=True))
+
+    def files(directory):
+        return {str(path.relative_to(directory)): path for path in directory.rglob("*") if path.is_file()}
+
+    made, stored = files(tmp_path), files(RESULTS / study)
+    assert sorted(made) == sorted(stored)
+    assert [name for name in made if made[name].read_bytes() != stored[name].read_bytes()] == []
+
+
+def test_the_tables_of_the_docs_are_what_the_runs_say():
+    spec = importlib.util.spec_from_file_location("make_evidence_tables", ROOT / "docs" / "make_evidence_tables.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for file, text in module.updated_pages().items():
+        assert (ROOT / "docs" / file).read_text() == text, f"run docs/make_evidence_tables.py: {file} differs"
+
+
+def test_a_cell_is_the_mean_of_five_runs_that_are_there():
+    known = Records(RESULTS / "foret2021-laptop")
+    # SGD (also twice as long, or by m), SAM (also by m); with noise also Mixup, and bootstraps.
+    for item, least in (("table1", 5), ("label-noise", 10)):
+        found = describe(ITEMS[item], "laptop", known).tables[0]
+        complete = [c for row in found.rows for c in row if getattr(c, "measured", None) and not c.note]
+        assert len(complete) >= least
+        for cell in complete:
+            errors = [100 * known[run].metrics["test_error"] for run in cell.runs]
+            assert len(errors) == 5
+            mean = sum(errors) / 5
+            assert cell.measured.mean == pytest.approx(100 - mean if item == "label-noise" else mean)
+
+
+def test_no_run_tells_of_the_machine_it_ran_on_more_than_it_should():
+    files = [*RESULTS.rglob("*.json"), *RESULTS.rglob("*.jsonl")]
+    assert len(files) == 9
+    for file in files:
+        assert not re.search(r'"/[a-z]+/', file.read_text()), file

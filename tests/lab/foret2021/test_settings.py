@@ -1,8 +1,6 @@
 """The paper's settings: complete, usable, and each with its source."""
 
 import pytest
-from flatmin.lab.studies.plan import planned_jobs
-from flatmin.lab.sweeps.runners import DryRunner
 
 from flatmin.lab.data.label_noise import validation_split
 from flatmin.lab.data.pipeline import epoch_batches
@@ -16,7 +14,8 @@ from flatmin.lab.foret2021.tables.fine_tuning import fine_tuning_conditions
 from flatmin.lab.spec.datasets import DATASETS
 from flatmin.lab.spec.experiment import Data, Experiment, Model
 from flatmin.lab.spec.models import check_model_name
-from flatmin.lab.studies.conditions import run_conditions
+from flatmin.lab.studies.conditions import TUNING_SEED
+from flatmin.lab.studies.study import planned_jobs
 
 TRAININGS = [
     *settings.CIFAR.values(),
@@ -79,43 +78,36 @@ def test_fashion_mnists_auto_augment_is_cutout():
         settings.small_image_augment("svhn", "mixup")
 
 
-@pytest.mark.parametrize(
-    "condition", fine_tuning_conditions("paper", DryRunner()), ids=lambda condition: condition.name
-)
-def test_finetuning_takes_the_papers_number_of_steps(condition):
+def test_finetuning_takes_the_papers_number_of_steps():
     """To half an epoch, with the batches that the lab really makes; ImageNet has 10 epochs instead."""
-    (dataset,), model, start = condition.labels, condition.column, condition.start
-    if dataset == "imagenet":
-        assert start.epochs == 10
-        return
-    batches = epoch_batches(settings.FINETUNING_TRAIN_SIZES[dataset], start.data, seed=0, epoch=0)
-    assert {len(batch) for batch in batches} == {start.data.batch_size}  # the last short batch is dropped
-    assert abs(start.epochs * len(batches) - settings.FINETUNING[model].num_steps) <= len(batches) / 2
+    for condition in fine_tuning_conditions("paper"):
+        (dataset,), model, start = condition.labels, condition.column, condition.start
+        if dataset == "imagenet":
+            assert start.epochs == 10
+            continue
+        batches = epoch_batches(settings.FINETUNING_TRAIN_SIZES[dataset], start.data, seed=0, epoch=0)
+        assert {len(batch) for batch in batches} == {start.data.batch_size}  # the last short batch is dropped
+        assert abs(start.epochs * len(batches) - settings.FINETUNING[model].num_steps) <= len(batches) / 2
 
 
-@pytest.mark.parametrize("model", settings.FINETUNING)
-@pytest.mark.parametrize("dataset", [name for name in FINETUNING_DATASETS if name != "imagenet"])
-def test_choosing_rho_takes_as_many_steps_as_the_final_runs(model, dataset):
+def test_choosing_rho_takes_as_many_steps_as_the_final_runs():
     """To half an epoch of each: the validation split makes the epochs shorter, and there are more of them."""
-    (condition,) = [
-        c for c in fine_tuning_conditions("paper", DryRunner()) if (c.labels, c.column) == ((dataset,), model)
-    ]
-    planner = DryRunner()
-    run_conditions([condition], planner, "item", seeds=(0,))
-    size = settings.FINETUNING_TRAIN_SIZES[dataset]
     steps = {}
-    for job in planner.jobs.values():
-        e = job.experiment
-        num = size - len(validation_split(size, e.data.validation, 0)[1])
-        per_epoch = len(epoch_batches(num, e.data, seed=0, epoch=0))
-        if "twice" not in e.name:
-            steps.setdefault(e.data.validation, set()).add((e.epochs * per_epoch, per_epoch))
-    ((choosing, half),), ((final, whole),) = steps[0.1], steps[0.0]
-    assert abs(choosing - final) <= (half + whole) / 2
+    for job in planned_jobs(ITEMS["fine-tuning"], "paper").values():
+        e, (_, dataset, model, method) = job.experiment, job.experiment.name.split("/")
+        if method.removesuffix(" (choosing)") == "SAM" and dataset != "imagenet" and job.seed in (0, TUNING_SEED):
+            size = settings.FINETUNING_TRAIN_SIZES[dataset]
+            num = size - len(validation_split(size, e.data.validation, 0)[1])
+            per_epoch = len(epoch_batches(num, e.data, seed=0, epoch=0))
+            steps.setdefault((dataset, model), {})[e.data.validation] = e.epochs * per_epoch, per_epoch
+    assert len(steps) == 8 * 2
+    for found in steps.values():
+        (choosing, half), (final, whole) = found[0.1], found[0.0]
+        assert abs(choosing - final) <= (half + whole) / 2
 
 
 def test_finetuning_has_the_reference_codes_crops_cutout_and_regularization():
-    for condition in fine_tuning_conditions("paper", DryRunner()):
+    for condition in fine_tuning_conditions("paper"):
         data, model = condition.start.data, condition.start.model
         small = condition.labels[0] in ("cifar10", "cifar100")
         assert (model.dropout, model.drop_connect) == (0.5, 0.2)
@@ -131,7 +123,7 @@ def test_models_of_the_reference_code_are_built_as_there_and_others_are_not():
 
 
 def test_on_imagenet_the_papers_number_without_sam_is_next_to_the_checkpoint_itself():
-    for condition in fine_tuning_conditions("paper", DryRunner()):
+    for condition in fine_tuning_conditions("paper"):
         imagenet = condition.labels == ("imagenet",)
         beside = {name for name, _ in condition.claimed}
         assert beside == {"checkpoint" if imagenet else "without SAM", "SAM"}
@@ -158,7 +150,7 @@ def test_training_sets_have_the_catalogs_sizes():
 def test_finetuning_imagenet_is_ten_epochs_and_other_names_are_refused():
     training = settings.finetuning("efficientnet-l2", "imagenet")
     assert (training.epochs, training.lr, training.rho) == (10, 0.1, 0.05)
-    augments = {c.labels[0]: c.start.data.augment for c in fine_tuning_conditions("paper", DryRunner())}
+    augments = {c.labels[0]: c.start.data.augment for c in fine_tuning_conditions("paper")}
     assert {name for name, augment in augments.items() if augment == "autoaugment"} == {"cifar10", "cifar100"}
     assert set(augments.values()) == {"autoaugment", "imagenet"}
     with pytest.raises(ValueError, match="but got 'efficientnet-b0' on 'pets'"):
@@ -186,10 +178,10 @@ def test_a_training_says_which_of_its_fields_are_the_papers():
 
 def test_the_page_of_the_hessian_has_the_settings_of_its_spectra():
     told = {h.name: str(h.value) for h in HYPERPARAMETERS["hessian"]}
-    (job, *_) = planned_jobs(ITEMS["hessian"].study, "paper")
-    measured = dict(job.measurements[-1].settings)
-    assert told["images"].startswith(f"{measured['num_examples']:,} of")
-    assert told["Lanczos"] == f"{measured['steps']} steps, {measured['probes']} random starts"
+    (job, *_) = planned_jobs(ITEMS["hessian"], "paper").values()
+    spectrum = job.measurements[-1]
+    assert told["images"].startswith(f"{spectrum.num_examples:,} of")
+    assert told["Lanczos"] == f"{spectrum.steps} steps, {spectrum.probes} random starts"
     assert told["batch size"] == str(job.experiment.data.batch_size)
 
 

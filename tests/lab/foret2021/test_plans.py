@@ -1,0 +1,193 @@
+"""What items plan at each scale: the paper's settings at its own, and what a laptop can pay for."""
+
+import dataclasses
+import math
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flatmin.lab.foret2021 import settings
+from flatmin.lab.foret2021.item_findings import SPREADS
+from flatmin.lab.foret2021.items import ITEMS
+from flatmin.lab.foret2021.scales import CUTS
+from flatmin.lab.runs.record import Records
+from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
+from flatmin.lab.studies.conditions import TUNING_SEED
+from flatmin.lab.studies.cost import cost, model_flops, num_models, training_flops
+from flatmin.lab.studies.findings import Comparison
+from flatmin.lab.studies.study import SCALES, describe, planned_jobs
+from flatmin.lab.sweeps.jobs import Job
+from flatmin.lab.sweeps.progress import passes
+from invented_runs import cells
+
+
+@cache
+def plan(name, scale):
+    return list(planned_jobs(ITEMS[name], scale).values())
+
+
+def specs(scale, name):
+    return [job.experiment for job in plan(name, scale)]
+
+
+def test_every_item_of_the_paper_is_there():
+    assert set(ITEMS) == {
+        *("error-reduction", "table1", "imagenet", "fine-tuning", "label-noise", "svhn-fashion", "noise-and-rho"),
+        *("rho-0.05", "fine-tuning-rho-0.05", "landscape", "hessian", "m-and-rho", "predictive", "second-order"),
+        *("p-norm", "inner-steps", "bound"),
+    }
+
+
+def test_every_job_of_every_scale_can_be_run_and_measured():
+    for scale in SCALES:
+        for name in ITEMS:
+            assert plan(name, scale) or (name, scale) == ("predictive", "paper")  # needs the models of the competition
+            for job in plan(name, scale):
+                assert Experiment.from_json(job.experiment.to_json()) == job.experiment
+                assert job.experiment.name.startswith(f"{name}/") or job.experiment.name == "fine-tuning/pretraining"
+                for epoch in {m.epoch for m in job.measurements} - {None}:
+                    assert epoch % job.experiment.keep_every == 0
+                    assert epoch <= job.experiment.epochs
+
+
+def test_where_nothing_was_run_everything_is_missing_nothing_is_judged_and_settings_power_and_cuts_are_said():
+    for name, item in ITEMS.items():
+        for scale in SCALES:
+            found = describe(item, scale, Records())
+            assert (found.num_missing, list(found.runs)) == (len(plan(name, scale)), [])
+            assert {v.status for v in found.verdicts} == {"not tested"}
+            assert not cells(found, Comparison)
+            assert tuple(found.cut) == (CUTS.get(name, ()) if scale == "laptop" else ())
+            told = [h.name for h in found.hyperparameters]
+            assert len(told) == len(set(told)) or scale == "paper"
+            assert any("Power, computed" in note for note in found.notes) == (scale == "laptop" and name in SPREADS)
+            if scale == "laptop" and name != "error-reduction":  # its settings are in the tables that it is drawn from
+                assert set(told) >= {"model", "training images", "batch size", "learning rate", "momentum", "epochs"}
+    assert CUTS.keys() <= ITEMS.keys()
+
+
+def test_power_is_computed_for_as_many_pairs_as_there_are_replicas():
+    notes = describe(ITEMS["landscape"], "laptop", Records()).notes
+    assert any("10 pairs show a difference of 1.2 in the mean rise of the loss" in note for note in notes)
+    for name, (_, _, num_pairs, _) in SPREADS.items():
+        assert num_pairs == len({job.seed for job in plan(name, "laptop")} - {TUNING_SEED}), name
+
+
+PAPER = {  # model, dataset(s), epochs, batch size, rho, m with SAM, number of jobs
+    "landscape": ({"resnet-56-noshort"}, {"cifar10"}, 300, 128, {0.0, 0.05}, {16}, 2 * 5),
+    "hessian": ({"wrn-40-10"}, {"cifar10"}, 300, 256, {0.0, 0.05}, {32}, 2 * 5),
+    "m-and-rho": (
+        *({"resnet-20"}, {"cifar10"}, 200, 256, {0.0, *settings.RHO_GRID}),
+        *({4, 16, 64, None}, 5 * (1 + 4 * 6)),
+    ),
+    "second-order": ({"wrn-40-2"}, {"cifar10"}, 200, 256, {0.05}, {None}, 2 * 5),
+    "inner-steps": ({"wrn-28-10"}, {"cifar10", "cifar100"}, 200, 256, {0.05, 0.1}, {32}, 2 * 4 * 20),
+    "bound": ({"wrn-28-10"}, {"cifar10"}, 200, 256, {0.0, 0.05}, {32}, 2 * 5),
+}
+
+
+def test_the_papers_scale_has_the_papers_settings():
+    """With its m, which is that of its accelerators or the figure's own."""
+    for name, expected in PAPER.items():
+        found = specs("paper", name)
+        ((epochs, batch_size),) = {(e.epochs, e.data.batch_size) for e in found}
+        models, datasets = {e.model.name for e in found}, {e.data.name for e in found}
+        rhos, ms = {e.optim.rho for e in found}, {e.optim.m for e in found if e.optim.rho}
+        assert (models, datasets, epochs, batch_size, rhos, ms, len(found)) == expected, name
+        assert {(e.data.augment, e.data.drop_last, e.data.train_size) for e in found} == {("basic", True, None)}
+        assert {(e.optim.decay, e.optim.clip_norm, e.optim.schedule) for e in found} == {("loss", 5.0, "cosine")}
+        assert {e.model.norm for e in found} == ({"none"} if name == "hessian" else {"batch"})
+    # They are 220 MB each: an epoch that is not a multiple of the others would keep hundreds.
+    assert {e.keep_every for e in specs("paper", "hessian")} == {50}
+
+
+@pytest.mark.parametrize("name", ["landscape", "hessian"])
+def test_curvature_has_ten_replicas_on_a_laptop_and_tunes_rho_on_validation(name):
+    tuning = [job.experiment for job in plan(name, "laptop") if job.seed == TUNING_SEED]
+    assert {e.optim.rho for e in tuning} == {0.05, 0.1, 0.2}
+    assert {(e.data.validation, e.keep_every) for e in tuning} == {(0.1, None)}
+    replicas = [(job.experiment.optim.rho > 0, job.seed) for job in plan(name, "laptop") if job.seed != TUNING_SEED]
+    assert sorted(replicas) == [(sam, seed) for sam in (False, True) for seed in range(10)]
+
+
+def test_perturbations_of_the_sup_norm_are_as_long_as_those_of_the_2_norm():
+    num_weights = 36_479_194 - 258_560  # of WRN-28-10 without weights in its shortcuts
+    found = {(e.optim.p, e.optim.direction, e.optim.rho) for e in specs("paper", "p-norm") if e.optim.rho}
+    assert {rho for p, direction, rho in found if (p, direction) == (2.0, "gradient")} == set(settings.RHO_GRID)
+    sup = sorted(rho * math.sqrt(num_weights) for p, _, rho in found if p == math.inf)
+    np.testing.assert_allclose(sup, settings.RHO_GRID, rtol=1e-6)
+    assert {rho for _, direction, rho in found if direction == "random"} > set(settings.RHO_GRID)
+    assert {e.data.validation for e in specs("paper", "p-norm")} == {0.1}
+
+
+@pytest.mark.parametrize(("scale", "decay"), [("paper", 5e-4), ("laptop", 0.0)])
+def test_the_cosine_has_the_l2_term_where_the_loss_of_training_has_it(scale, decay):
+    for job in plan("second-order", scale):
+        assert {m.weight_decay for m in job.measurements} == {decay}
+
+
+LAPTOP_COST = {  # runs, passes over images
+    "landscape": (23, 1_440_000),
+    "hessian": (23, 1_440_000),
+    "m-and-rho": (45, 3_400_000),
+    "predictive": (48, 2_880_000),
+    "second-order": (10, 1_200_000),
+    "p-norm": (65, 5_000_000),
+    "inner-steps": (20, 3_000_000),
+    "bound": (10, 600_000),
+}
+
+
+def test_what_items_cost_is_known_and_a_laptop_can_pay_for_all_of_them():
+    """A pass of WRN-10-2 over an image of Fashion-MNIST is the unit: 18 million of them."""
+    for name, expected in LAPTOP_COST.items():
+        jobs = plan(name, "laptop")
+        assert (len(jobs), cost(jobs)) == expected, name
+        assert {e.data.name for e in specs("laptop", name)} == {"fashion-mnist"}
+    unit = Experiment(data=Data(name="fashion-mnist", train_size=1), model=Model(name="wrn-10-2"), epochs=1)
+    everything = [job for name in ITEMS for job in plan(name, "laptop")]
+    assert training_flops(everything) < 18e6 * training_flops([Job(experiment=unit)])
+    for name in ITEMS.keys() - {"predictive"}:  # whose models are others'
+        jobs = plan(name, "paper")
+        assert cost(jobs) > 0
+        assert num_models(jobs) == len(jobs) or name in ("label-noise", "noise-and-rho")
+
+
+def test_the_model_whose_predictions_are_labels_counts_too():
+    once = Experiment(data=Data(train_size=10))
+    twice = dataclasses.replace(once, data=dataclasses.replace(once.data, bootstrap=True))
+    assert num_models([Job(experiment=twice)]) == num_models([Job(experiment=twice), Job(experiment=once)]) == 2
+
+
+def test_a_pass_costs_what_the_arithmetic_of_its_model_does():
+    """A convolution of c channels takes a multiple of c^2 operations for each pixel: twice the width, four times it."""
+    small, wide = (Experiment(data=Data(name="fashion-mnist"), model=Model(name=f"wrn-10-{n}")) for n in (2, 4))
+    assert 3.5 < model_flops(wide) / model_flops(small) < 4
+    large = dataclasses.replace(small, data=Data(name="cifar10"))
+    assert model_flops(large) / model_flops(small) == pytest.approx((32 / 28) ** 2, rel=0.03)
+    flowers = Experiment(data=Data(name="flowers102", image_size=128), model=Model(name="timm/tf_efficientnet_lite0"))
+    assert 2 * 0.12e9 < model_flops(flowers) < 2 * 0.15e9  # published: 0.4 billion multiply-adds at 224 pixels
+
+
+@pytest.mark.parametrize(
+    ("optim", "num_passes"),
+    [
+        (Optim(), 1),
+        (Optim(rho=0.1), 2),
+        (Optim(rho=0.1, ascent_steps=3), 4),
+        (Optim(rho=0.1, second_order=True), 4),
+        (Optim(rho=0.1, direction="random"), 2),
+    ],
+)
+def test_a_sweep_and_a_plan_count_the_same_passes(optim, num_passes):
+    job = Job(experiment=Experiment(data=Data(train_size=10), optim=optim, epochs=3))
+    assert (passes(job), cost([job])) == (3 * num_passes, 30 * num_passes)
+
+
+def test_the_runs_of_the_evidence_are_still_in_the_plan():
+    known = Records(Path(__file__).parents[3] / "results" / "foret2021-laptop")
+    stored = set(known)
+    assert stored
+    assert stored <= {name for item in ITEMS.values() for name in planned_jobs(item, "laptop", known)}
