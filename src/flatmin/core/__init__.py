@@ -1,5 +1,6 @@
 """Sharpness-Aware Minimization: the optimizer and its maths. Needs only torch."""
 
+from flatmin.core.check_pass import PassCheck, check_pass
 from flatmin.core.gradient import SAMGradient, sam_gradient
 from flatmin.core.metrics import SAMMetrics
 from flatmin.core.perturbation import ascent_step, random_step
@@ -11,11 +12,13 @@ from flatmin.core.sam import SAM
 __all__ = [
     "SAM",
     "EffectivePerturbation",
+    "PassCheck",
     "RhoSuggestion",
     "RiseCurve",
     "SAMGradient",
     "SAMMetrics",
     "ascent_step",
+    "check_pass",
     "effective_perturbation",
     "random_step",
     "sam_gradient",

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flatmin.core import perturbation
 from flatmin.core.checks import check_adaptive, check_ascent_steps, check_p, check_rho
-from flatmin.core.pass_state import objects_in, own_buffers
+from flatmin.core.function_state import modules_in
+from flatmin.core.pass_state import own_buffers
 from flatmin.core.rng import RandomState
 
 Tensors = Sequence[Tensor] | Mapping[str, Tensor]
@@ -89,7 +90,7 @@ def sam_gradient(
     if not w:
         raise ValueError("params is empty: there is nothing to differentiate by.")
     noise = RandomState({t.device for t in w})
-    models = [one for one in objects_in(loss_fn) if isinstance(one, nn.Module)]
+    models = modules_in(loss_fn)
 
     def rebuild(tensors: Sequence[Tensor]) -> Any:
         return list(tensors) if names is None else dict(zip(names, tensors, strict=True))

@@ -1,11 +1,9 @@
 """What a pass depends on beside the weights and the batch, and what it leaves behind: a pass must be repeatable."""
 
 import contextlib
-import functools
-import inspect
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +64,10 @@ class ModelState:
                 follows = counts[other.shape] <= MOST_FOLLOWERS * limits[other.shape]
                 self._saved.append(_save(tensors, name, other, copy=follows))
 
+    def holds(self, tensor: object) -> bool:
+        """Return whether a tensor's numbers were saved."""
+        return any(saved.tensor is tensor and saved.copy is not None for saved in self._saved)
+
     @torch.no_grad()
     def restore(self, *, without: Iterable[Tensor] = ()) -> None:
         """Put the values back in the tensors that had them, but for some parameters."""
@@ -109,24 +111,6 @@ class PassState:
         """Make the next pass start from here."""
         self.random.restore()
         self.model.restore()
-
-
-def objects_in(function: Any) -> list[Any]:
-    """Return a function and what it refers to: in enclosing scopes, as globals, as defaults, through its object."""
-    found = [function]
-    for current in found:  # which grows
-        more: list[Any] = []
-        if isinstance(current, functools.partial):
-            more = [current.func, *current.args, *current.keywords.values()]
-        elif inspect.ismethod(current):
-            more = [current.__func__, current.__self__, *getattr(current.__self__, "__dict__", {}).values()]
-        elif inspect.isfunction(current) and str(current.__module__).split(".")[0] not in ("torch", "flatmin"):
-            names = inspect.getclosurevars(current)
-            more = [*names.nonlocals.values(), *names.globals.values(), *(current.__defaults__ or ())]
-        elif current is function and not isinstance(current, nn.Module):
-            more = list(getattr(current, "__dict__", {}).values())
-        found += [one for one in more if not any(one is known for known in found)]
-    return found
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ perturbation for rho = 1.
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from flatmin.core.pass_state import ModelState
 from flatmin.core.rho_suggestion import RhoSuggestion
 from flatmin.core.rng import RandomState
 from flatmin.core.sam import SAM
+from flatmin.core.unchanged import unchanged
 from flatmin.core.weight_perturber import AscentNorms, WeightPerturber
 
 LossFn = Callable[..., Tensor]
@@ -132,7 +133,7 @@ class _Source:
         self.opt, self.loss_fn, self.num_batches = opt, loss_fn, num_batches
         self.unit_radii = _unit_radii(opt)
         self.batches = batches
-        with _unchanged(opt, batches):
+        with unchanged(opt, batches):
             taken = list(itertools.islice(batches, num_batches))
         if not taken:
             raise ValueError("batches is empty: suggest_rho needs at least one batch.")
@@ -147,7 +148,7 @@ class _Source:
         rows: list[list[tuple[int, Tensor]]] = []
         perturber = WeightPerturber()
         perturber.prepare(self.opt.param_groups, self.unit_radii)
-        with _unchanged(self.opt, self.batches) as buffers, contextlib.ExitStack() as stack:
+        with unchanged(self.opt, self.batches) as buffers, contextlib.ExitStack() as stack:
             perturber.save()
             stack.callback(perturber.restore)
             for split in self.splits:
@@ -215,42 +216,6 @@ class _Source:
 def _drop_gradients(parameters: Iterable[Tensor]) -> None:
     for p in parameters:
         p.grad = None
-
-
-@contextlib.contextmanager
-def _unchanged(opt: SAM, batches: Iterable[Batch]) -> Iterator[ModelState]:
-    """Put back gradients, buffers, random states and DDP's flags as they were, whatever happens."""
-    parameters = list({p: None for group in opt.param_groups for p in group["params"]})
-    if opt.model is not None:
-        parameters = list(dict.fromkeys([*parameters, *opt.model.parameters()]))
-    model = ddp.unwrap(opt.model)
-    flag = getattr(model, "require_forward_param_sync", None)
-    grads = [p.grad for p in parameters]
-    # A reduction writes into these gradients, even if the parameters do not have them anymore.
-    overwritten = grads if getattr(model, "gradient_as_bucket_view", False) else []
-    copies = [None if grad is None else grad.clone() for grad in overwritten]
-    sources: list[Any] = [batches, getattr(batches, "sampler", None)]
-    generators = [of.generator for of in sources if isinstance(getattr(of, "generator", None), torch.Generator)]
-    states = [generator.get_state() for generator in generators]
-    random_state, buffers = RandomState({p.device for p in parameters}), ModelState(opt.model, opt._passes.parameters())
-    replay = opt._passes.replay
-    was_paused, replay.is_paused = replay.is_paused, True
-    _drop_gradients(parameters)
-    try:
-        yield buffers
-    finally:
-        replay.is_paused = was_paused
-        for p, grad in zip(parameters, grads, strict=True):
-            p.grad = grad
-        for grad, copy in zip(overwritten, copies, strict=True):
-            if grad is not None and copy is not None:
-                grad.copy_(copy)
-        if flag is not None:
-            model.require_forward_param_sync = flag
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
-        buffers.restore()
-        random_state.restore()
 
 
 def _unit_radii(opt: SAM) -> tuple[float, ...]:

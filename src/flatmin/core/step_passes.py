@@ -169,12 +169,12 @@ class StepPasses:
 
     def _call(self, closure: Closure, *, reduce: bool) -> Any:
         local: AbstractContextManager[Any] = contextlib.nullcontext() if reduce else ddp.local_pass(self.state.model)
-        self.replay.is_paused = True
+        was_paused, self.replay.is_paused = self.replay.is_paused, True
         try:
             with torch.enable_grad(), local:
                 return closure()
         finally:
-            self.replay.is_paused = False
+            self.replay.is_paused = was_paused
 
     def _first_pass(self, closure: Closure) -> Tensor:
         """Call a closure at w, and warn if it added its gradient to an older one."""
