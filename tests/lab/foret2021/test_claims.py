@@ -221,7 +221,7 @@ def test_with_noisy_labels_sam_is_behind_mentormix_alone():
 def test_table_8_holds_errors_and_its_best_rho_is_the_one_used():
     for percent in NOISE_PERCENT:
         column = {rho: NOISE_VALIDATION[rho, percent].mean for rho in (0.0, *RHO_GRID)}
-        assert min(column, key=column.__getitem__) == NOISE_SETTINGS[percent].rho
+        assert min(column, key=column.__getitem__) == NOISE_SETTINGS[percent].optim.rho
         assert column[0.0] == pytest.approx(100 - LABEL_NOISE["SGD", percent].mean, abs=1)
         best = 100 - LABEL_NOISE["Bootstrap + SAM", percent].mean
         assert min(column.values()) == pytest.approx(best, abs=1)
@@ -235,7 +235,7 @@ def test_table_9_repeats_table_1s_sgd():
 
 def test_table_9s_pyramidnet_on_cifar_10_is_shakedrops():
     """The slip: with rho = 0.05 in both tables, the numbers ought to be Table 1's."""
-    assert CIFAR_SETTINGS["PyramidNet", "cifar10"].rho == 0.05
+    assert CIFAR_SETTINGS["PyramidNet", "cifar10"].optim.rho == 0.05
     for augment in AUGMENTATIONS:
         plain = ("PyramidNet", augment, "cifar10", "sam")
         assert CIFAR_RHO_005[plain] == CIFAR_RHO_005[("PyramidNet+ShakeDrop", *plain[1:])]
@@ -246,12 +246,12 @@ def test_table_9_equals_table_1_where_rho_was_0_05_except_for_the_slip():
     differ = [
         key
         for key, claimed in CIFAR_RHO_005.cells.items()
-        if key[-1] == "sam" and CIFAR_SETTINGS[key[0], key[2]].rho == 0.05 and claimed.mean != CIFAR[key].mean
+        if key[-1] == "sam" and CIFAR_SETTINGS[key[0], key[2]].optim.rho == 0.05 and claimed.mean != CIFAR[key].mean
     ]
     assert {(key[0], key[2]) for key in differ} == {("PyramidNet", "cifar10")}
     for row, augment in product(CIFAR_ROWS[:2], AUGMENTATIONS):
         key = (row, augment, "cifar100", "sam")
-        assert CIFAR_SETTINGS[row, "cifar100"].rho == 0.1  # and yet:
+        assert CIFAR_SETTINGS[row, "cifar100"].optim.rho == 0.1  # and yet:
         assert CIFAR_RHO_005[key].mean == CIFAR[key].mean
 
 

@@ -1,5 +1,7 @@
 """The paper's settings: complete, usable, and each with its source."""
 
+from dataclasses import replace
+
 import pytest
 
 from flatmin.lab.data.label_noise import validation_split
@@ -9,15 +11,13 @@ from flatmin.lab.foret2021.claims.appendix import SVHN_FASHION
 from flatmin.lab.foret2021.claims.figures import FIGURES
 from flatmin.lab.foret2021.claims.tables import CIFAR, FINETUNING_DATASETS, IMAGENET, NOISE_PERCENT
 from flatmin.lab.foret2021.items import ITEMS
-from flatmin.lab.foret2021.sources import HYPERPARAMETERS, REFERENCE_CODE
+from flatmin.lab.foret2021.sources import HYPERPARAMETERS, REFERENCE_CODE, settings_of
 from flatmin.lab.foret2021.tables.fine_tuning import fine_tuning_conditions
 from flatmin.lab.spec.datasets import DATASETS
-from flatmin.lab.spec.experiment import Data, Experiment, Model
-from flatmin.lab.spec.models import check_model_name
 from flatmin.lab.studies.conditions import TUNING_SEED
 from flatmin.lab.studies.study import planned_jobs
 
-TRAININGS = [
+EXPERIMENTS = [
     *settings.CIFAR.values(),
     *settings.SVHN_FASHION.values(),
     *settings.IMAGENET.values(),
@@ -32,16 +32,14 @@ TRAININGS = [
 ]
 
 
-def test_every_training_makes_an_experiment_with_and_without_sam():
-    for training in TRAININGS:
-        check_model_name(training.model)
-        for rho in (0.0, training.rho):
-            optim = training.optim(rho)
-            data = Data(name="cifar10", batch_size=training.batch_size)
-            experiment = Experiment(data=data, model=Model(name=training.model), optim=optim, epochs=training.epochs)
-            assert experiment.optim.rho == rho
-            assert optim.decay == "loss"
-            assert (optim.m is None) == (training.num_accelerators == 1)  # batch norm's too
+def test_every_experiment_has_sam_and_without_it_all_else_is_the_same():
+    for experiment in EXPERIMENTS:
+        assert experiment.optim.rho > 0
+        assert (experiment.optim.decay, experiment.optim.nesterov) == ("loss", True)
+        assert (experiment.optim.m is None) == (experiment is settings.SECOND_ORDER)  # batch norm's too
+        plain = settings.without_sam(experiment)
+        assert plain.optim.rho == 0
+        assert replace(plain, optim=replace(plain.optim, rho=experiment.optim.rho)) == experiment
 
 
 def test_every_condition_with_a_claim_has_a_setting():
@@ -55,20 +53,20 @@ def test_every_condition_with_a_claim_has_a_setting():
 def test_shakedrop_has_a_learning_rate_for_each_dataset():
     """Table 6 has two rows for it."""
     shakedrop = {name: settings.CIFAR["PyramidNet+ShakeDrop", name] for name in ("cifar10", "cifar100")}
-    assert (shakedrop["cifar10"].lr, shakedrop["cifar10"].rho) == (0.02, 0.05)
-    assert (shakedrop["cifar100"].lr, shakedrop["cifar100"].rho) == (0.05, 0.05)
+    assert (shakedrop["cifar10"].optim.lr, shakedrop["cifar10"].optim.rho) == (0.02, 0.05)
+    assert (shakedrop["cifar100"].optim.lr, shakedrop["cifar100"].optim.rho) == (0.05, 0.05)
 
 
 def test_the_perturbation_is_each_accelerators():
-    assert settings.CIFAR["WRN-28-10 (200 epochs)", "cifar10"].m == 32
-    assert settings.IMAGENET["resnet-50", 100].m == 128
-    assert settings.finetuning("efficientnet-b7", "pets").m == 16
-    assert settings.finetuning("efficientnet-l2", "pets").m == 4
+    assert settings.CIFAR["WRN-28-10 (200 epochs)", "cifar10"].optim.m == 32
+    assert settings.IMAGENET["resnet-50", 100].optim.m == 128
+    assert settings.finetuning("efficientnet-b7", "pets").optim.m == 16
+    assert settings.finetuning("efficientnet-l2", "pets").optim.m == 4
 
 
 def test_every_rho_the_paper_chose_is_on_its_grid():
-    for training in (*settings.CIFAR.values(), *settings.SVHN_FASHION.values()):
-        assert training.rho in settings.RHO_GRID
+    for experiment in (*settings.CIFAR.values(), *settings.SVHN_FASHION.values()):
+        assert experiment.optim.rho in settings.RHO_GRID
 
 
 def test_fashion_mnists_auto_augment_is_cutout():
@@ -115,7 +113,7 @@ def test_finetuning_has_the_reference_codes_crops_cutout_and_regularization():
 
 
 def test_models_of_the_reference_code_are_built_as_there_and_others_are_not():
-    designs = {training.model: training.network().design for training in TRAININGS}
+    designs = {e.model.name: e.model.design for e in EXPERIMENTS}
     assert {name for name, design in designs.items() if design == "standard"} == {
         "resnet-20", "resnet-32", "resnet-56-noshort", "resnet-50", "resnet-101", "resnet-152",
         "efficientnet-b7", "efficientnet-l2",
@@ -148,8 +146,8 @@ def test_training_sets_have_the_catalogs_sizes():
 
 
 def test_finetuning_imagenet_is_ten_epochs_and_other_names_are_refused():
-    training = settings.finetuning("efficientnet-l2", "imagenet")
-    assert (training.epochs, training.lr, training.rho) == (10, 0.1, 0.05)
+    tuned = settings.finetuning("efficientnet-l2", "imagenet")
+    assert (tuned.epochs, tuned.optim.lr, tuned.optim.rho) == (10, 0.1, 0.05)
     augments = {c.labels[0]: c.start.data.augment for c in fine_tuning_conditions("paper")}
     assert {name for name, augment in augments.items() if augment == "autoaugment"} == {"cifar10", "cifar100"}
     assert set(augments.values()) == {"autoaugment", "imagenet"}
@@ -168,12 +166,12 @@ def test_every_item_has_hyperparameters_with_a_source_and_ours_say_why():
     assert {h.source for h in REFERENCE_CODE if h.name != "precision"} == {"reference code"}
 
 
-def test_a_training_says_which_of_its_fields_are_the_papers():
-    found = {h.name: (h.value, h.source, h.note) for h in settings.HESSIAN.hyperparameters("rho")}
-    assert found["model"] == ("wrn-40-10", "paper", "")
-    assert found["learning rate"] == (0.05, "ours", settings.HESSIAN.note)
-    assert found["m"][:2] == (32, "ours")
-    assert "rho" not in found
+def test_settings_say_which_of_them_are_the_papers():
+    found = {h.name: (h.value, h.source) for h in HYPERPARAMETERS["hessian"]}
+    assert found["model"] == ("wrn-40-10", "paper")
+    assert found["learning rate"] == (0.05, "ours")
+    assert found["m"] == (32, "ours")
+    assert not {"rho", "m"} & {h.name for h in settings_of(settings.HESSIAN, "rho", "m")}
 
 
 def test_the_page_of_the_hessian_has_the_settings_of_its_spectra():

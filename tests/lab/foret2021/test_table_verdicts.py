@@ -1,5 +1,7 @@
 """The tables on invented runs: what is trained, what is compared, and what is said of it."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -111,13 +113,15 @@ def test_more_epochs_are_judged_with_sam_from_each_to_the_next_and_without_it_at
     ]
 
 
-def error_reduction(reduction, keep=lambda job: True):
+def error_reduction(reduction, keep=lambda job: True, train_error=lambda e: 0.0):
     """The item on a laptop, where SAM lowers a baseline's error of 0.2 by a share of it, by its experiment."""
 
     def metrics(job):
-        rho = job.experiment.optim.rho
-        error = 0.2 * (1 - (reduction(job.experiment) if rho else 0.0)) + wobble(job.seed + (rho > 0))
-        return {"test_error": error, "valid_error": 0.2, "train_error": 0.0}
+        optim = job.experiment.optim
+        error = 0.2 * (1 - (reduction(job.experiment) if optim.uses_sam else 0.0)) + wobble(job.seed + optim.uses_sam)
+        # Best: the suggested radius, or one inside of the grid.
+        valid = 0.2 + (abs(optim.rho_number - 0.02) if optim.rho_factor is None else abs(math.log2(optim.rho_factor)))
+        return {"test_error": error, "valid_error": valid, "train_error": train_error(job.experiment)}
 
     return invented_findings(ITEMS["error-reduction"], "laptop", only(keep, metrics))
 
@@ -145,8 +149,13 @@ def test_error_reduction_is_judged_by_its_mean_over_conditions_with_replicas_as_
 
 def test_error_reduction_counts_conditions_and_waits_for_all_of_them():
     found = error_reduction(lambda e: 0.1)
-    assert "SAM: lower in 5 of 5 conditions; SAM, m = 16: lower in 4 of 4 conditions" in found.verdicts[0].evidence
+    evidence = found.verdicts[0].evidence
+    assert "SAM: lower in 5 of 5 conditions (sign test, p = 0.062)" in evidence
+    assert "SAM, m = 16: lower in 4 of 4 conditions (sign test, p = 0.125)" in evidence
     assert [len(series.x) for series in found.figures[0].series[1:]] == [5, 4]
+    # A condition whose baseline does not fit its training set is not counted.
+    unfit = error_reduction(lambda e: 0.1, train_error=lambda e: 0.1 if e.data.augment == "cutout" else 0.0)
+    assert "SAM, m = 16: lower in 3 of 3 conditions" in unfit.verdicts[0].evidence
     half = error_reduction(lambda e: 0.1, keep=lambda job: job.experiment.data.name != "flowers102")
     assert half.verdicts[0].status == "not tested"
     assert "lower in 4 of 4 conditions" in half.verdicts[0].evidence

@@ -318,11 +318,17 @@ def test_by_micro_batches_every_method_has_that_m():
     assert [e.method.against for e in entries] == [(), (), (("SGD, m = 10", "SGD, m = 10, twice the epochs"),)]
 
 
-def test_table_1_on_a_laptop_has_every_m_once_and_else_the_papers_share_of_a_batch():
+def test_table_1_on_a_laptop_has_all_arms_once_and_sam_with_the_papers_share_of_a_batch_everywhere():
     first, *others = table1_conditions("laptop")
-    assert [m.name for m in first.methods] == ["SGD", "SGD, twice the epochs", "SGD, m = 16", "SAM", "SAM, m = 16"]
-    assert {name for name, _ in first.claimed} == {"SGD", "SAM"}
-    for other in others:
-        assert [m.name for m in other.methods] == ["SGD, m = 16", "SGD, m = 16, twice the epochs", "SAM, m = 16"]
-        assert {name for name, _ in other.claimed} == {"SGD, m = 16", "SAM, m = 16"}
-        assert other.start.data.batch_size == 8 * 16
+    sgd, control = ("SGD", "SGD, twice the epochs"), ("SGD, m = 16", "SGD, m = 16, twice the epochs")
+    assert {m.name: m.against for m in first.methods} == {
+        **dict.fromkeys((*sgd, *control), ()),
+        "SAM": (sgd,),
+        "SAM, m = 16": (control,),
+        "SAM on 1/8": (sgd,),
+    }
+    for condition in (first, *others):
+        assert {name for name, _ in condition.claimed} == {"SGD", "SAM, m = 16"}
+        assert (condition.start.epochs, condition.start.data.batch_size) == (200, 8 * 16)
+        assert [m.name for m in condition.methods if m.ours] == ["SAM on 1/8"]
+    assert [[m.name for m in c.methods] for c in others] == [[*sgd, "SAM, m = 16", "SAM on 1/8"]] * 2

@@ -11,7 +11,7 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from flatmin.lab.commands.report import STUDY_FILE, described, items_named, read_study
+from flatmin.lab.commands.report import STUDY_FILE, described, items_named, read_study, registering_commits
 from flatmin.lab.errors import RunError, SpecError
 from flatmin.lab.runs.json_files import storing, write_atomic
 from flatmin.lab.runs.record import Records, RunRecord, all_records, write_records
@@ -56,7 +56,8 @@ class Collect:
         with storing(self.results, "Choose another directory."):
             self.results.mkdir(parents=True, exist_ok=True)
         write_records(self.results, kept, {name: job.curves for name, job in jobs.items()})
-        study = {"items": items, "scale": scale, "title": title, "plans": plan_commits(self.results)}
+        plans = plan_commits(self.results)
+        study = {"items": items, "scale": scale, "title": title} | ({"plans": plans} if plans else {})
         write_atomic(self.results / STUDY_FILE, json.dumps(study, indent=1) + "\n")
         shutil.rmtree(self.results / "figures", ignore_errors=True)  # some may have other names now
         known = Records(self.results)
@@ -83,15 +84,15 @@ class Collect:
 
 
 def plan_commits(results: Path) -> dict[str, str]:
-    """Return the commit that registered each item of RESULTS/plan.json; items that are not in git are left out."""
-    commits = {}
-    for name in read_plan(results)[0]:
+    """Return the commit that registered each item of RESULTS/plan.json: as known before, or from git."""
+    plans, commits = read_plan(results)[0], registering_commits(results)
+    for name in plans.keys() - commits.keys():
         # The first commit that added the item's name to the file.
         words = ("log", "--reverse", "--format=%H", f'-S"{name}": {{', "--", PLAN_FILE)
         found = _git(results, *words).splitlines()
         if found:
             commits[name] = found[0]
-    return commits
+    return {name: commits[name] for name in plans if name in commits}
 
 
 def _is_known(commit: str, repository: Path) -> bool:

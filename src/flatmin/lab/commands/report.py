@@ -56,11 +56,16 @@ class Report:
 
 def described(items: Sequence[Item], scale: Scale, known: Records, results: Path) -> list[Findings]:
     """Return what items found, with their registered plans if RESULTS has any."""
-    try:
-        commits = json.loads((results / STUDY_FILE).read_bytes()).get("plans", {})
-    except FileNotFoundError:
-        commits = {}
+    commits = registering_commits(results)
     return [with_plan(describe(item, scale, known), item, known, results, commits) for item in items]
+
+
+def registering_commits(results: Path) -> dict[str, str]:
+    """Return by item the commit that registered its plan, as RESULTS/study.json has it."""
+    try:
+        return dict(json.loads((results / STUDY_FILE).read_bytes()).get("plans", {}))
+    except FileNotFoundError:
+        return {}
 
 
 def read_study(results: Path) -> tuple[tuple[str, ...], Scale, str]:

@@ -93,7 +93,8 @@ def condition_tables(
         for entry, group, c in contrasts:
             if not c.waits:
                 verdicts.append(_verdict(entry, group, c, families[_is_ours(entry, metric)], metric))
-        verdicts += _open_questions(entries, [(e, group) for e, group, c in contrasts if c.waits], metric)
+        waiting = [(e, group) for e, group, c in contrasts if c.waits and not _is_ours(e, metric)]
+        verdicts += _open_questions(entries, waiting, metric)
     verdicts += [families[False].judge(claim, contrasts) for claim, contrasts in further]
     trained = [e.chosen for e in entries if e.chosen is not None] or [e.condition.start for e in entries]
     return {

@@ -156,7 +156,8 @@ class MethodResult:
     def unfit_note(self) -> str | None:
         """Says that a baseline does not fit its training set; None if it does, or if there is no gate."""
         most, errors = self.condition.most_train_error, self.values("train_error")
-        if most is None or not errors or mean(errors.values()) <= most:
+        mixes = self.chosen is not None and self.chosen.data.mixup > 0  # its training error is one on mixed images
+        if most is None or mixes or not errors or mean(errors.values()) <= most:
             return None
         error = mean(errors.values())
         return f"{self.method.name} ends with a training error of {error:.1f} %, above {most:g} %"

@@ -14,6 +14,7 @@ from flatmin.lab.foret2021 import settings
 from flatmin.lab.foret2021.claims.appendix import NOISE_VALIDATION
 from flatmin.lab.foret2021.claims.tables import LABEL_NOISE, NOISE_LITERATURE, NOISE_METHODS, NOISE_PERCENT
 from flatmin.lab.foret2021.item_findings import findings, hyperparameters, item, table_item
+from flatmin.lab.foret2021.protocol import MOST_NOISY_TRAIN_ERROR
 from flatmin.lab.foret2021.scales import (
     LAPTOP,
     LAPTOP_DECAYS,
@@ -151,9 +152,11 @@ def _condition(scale: Scale, percent: int) -> Condition:
     sam = tuple(replace(m, against=rivals) if m.name == "SAM" else m for m in sam)
     claimed = {(name, "test_error"): LABEL_NOISE[name, percent] for name in NOISE_METHODS if scale != "smoke"}
     start, column = _start(scale, percent), _column(percent, scale)
+    gate = MOST_NOISY_TRAIN_ERROR if scale == "laptop" else None
     if _is_small(percent, scale):
         methods = (sgd, longer, *mixups, *(m for m in sam if m.name == "SAM"))
-        return Condition(labels=(), column=column, start=small_images(start), methods=methods, claimed=claimed)
+        start = small_images(start)
+        return Condition(labels=(), column=column, start=start, methods=methods, claimed=claimed, most_train_error=gate)
     methods = (
         sgd,
         longer,
@@ -166,7 +169,7 @@ def _condition(scale: Scale, percent: int) -> Condition:
             if m.name.startswith("SAM")
         ),
     )
-    return Condition(labels=(), column=column, start=start, methods=methods, claimed=claimed)
+    return Condition(labels=(), column=column, start=start, methods=methods, claimed=claimed, most_train_error=gate)
 
 
 def _is_small(percent: int, scale: Scale) -> bool:
