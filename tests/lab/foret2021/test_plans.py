@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -141,14 +140,14 @@ LAPTOP_COST = {  # runs, passes over images
 
 
 def test_what_items_cost_is_known_and_a_laptop_can_pay_for_all_of_them():
-    """A pass of WRN-10-2 over an image of Fashion-MNIST is the unit: 18 million of them."""
+    """A pass of WRN-10-2 over an image of Fashion-MNIST is the unit: 40 million of them."""
     for name, expected in LAPTOP_COST.items():
         jobs = plan(name, "laptop")
         assert (len(jobs), cost(jobs)) == expected, name
         assert {e.data.name for e in specs("laptop", name)} == {"fashion-mnist"}
     unit = Experiment(data=Data(name="fashion-mnist", train_size=1), model=Model(name="wrn-10-2"), epochs=1)
     everything = [job for name in ITEMS for job in plan(name, "laptop")]
-    assert training_flops(everything) < 18e6 * training_flops([Job(experiment=unit)])
+    assert training_flops(everything) < 40e6 * training_flops([Job(experiment=unit)])
     for name in ITEMS.keys() - {"predictive"}:  # whose models are others'
         jobs = plan(name, "paper")
         assert cost(jobs) > 0
@@ -184,10 +183,3 @@ def test_a_pass_costs_what_the_arithmetic_of_its_model_does():
 def test_a_sweep_and_a_plan_count_the_same_passes(optim, num_passes):
     job = Job(experiment=Experiment(data=Data(train_size=10), optim=optim, epochs=3))
     assert (passes(job), cost([job])) == (3 * num_passes, 30 * num_passes)
-
-
-def test_the_runs_of_the_evidence_are_still_in_the_plan():
-    known = Records(Path(__file__).parents[3] / "results" / "foret2021-laptop")
-    stored = set(known)
-    assert stored
-    assert stored <= {name for item in ITEMS.values() for name in planned_jobs(item, "laptop", known)}

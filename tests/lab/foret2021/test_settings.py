@@ -1,5 +1,7 @@
 """The paper's settings: complete, usable, and each with its source."""
 
+from dataclasses import replace
+
 import pytest
 
 from flatmin.lab.data.label_noise import validation_split
@@ -9,10 +11,9 @@ from flatmin.lab.foret2021.claims.appendix import SVHN_FASHION
 from flatmin.lab.foret2021.claims.figures import FIGURES
 from flatmin.lab.foret2021.claims.tables import CIFAR, FINETUNING_DATASETS, IMAGENET, NOISE_PERCENT
 from flatmin.lab.foret2021.items import ITEMS
-from flatmin.lab.foret2021.sources import HYPERPARAMETERS, REFERENCE_CODE
+from flatmin.lab.foret2021.sources import HYPERPARAMETERS, REFERENCE_CODE, settings_of
 from flatmin.lab.foret2021.tables.fine_tuning import fine_tuning_conditions
 from flatmin.lab.spec.datasets import DATASETS
-from flatmin.lab.spec.experiment import Data, Experiment, Model
 from flatmin.lab.spec.models import check_model_name
 from flatmin.lab.studies.conditions import TUNING_SEED
 from flatmin.lab.studies.study import planned_jobs
@@ -32,16 +33,11 @@ TRAININGS = [
 ]
 
 
-def test_every_training_makes_an_experiment_with_and_without_sam():
+def test_every_training_is_of_a_known_model_with_the_l2_term_in_the_loss():
     for training in TRAININGS:
-        check_model_name(training.model)
-        for rho in (0.0, training.rho):
-            optim = training.optim(rho)
-            data = Data(name="cifar10", batch_size=training.batch_size)
-            experiment = Experiment(data=data, model=Model(name=training.model), optim=optim, epochs=training.epochs)
-            assert experiment.optim.rho == rho
-            assert optim.decay == "loss"
-            assert (optim.m is None) == (training.num_accelerators == 1)  # batch norm's too
+        check_model_name(training.model.name)
+        assert training.optim.decay == "loss"
+        assert settings.without_sam(training).optim == replace(training.optim, rho=0.0)
 
 
 def test_every_condition_with_a_claim_has_a_setting():
@@ -54,21 +50,20 @@ def test_every_condition_with_a_claim_has_a_setting():
 
 def test_shakedrop_has_a_learning_rate_for_each_dataset():
     """Table 6 has two rows for it."""
-    shakedrop = {name: settings.CIFAR["PyramidNet+ShakeDrop", name] for name in ("cifar10", "cifar100")}
-    assert (shakedrop["cifar10"].lr, shakedrop["cifar10"].rho) == (0.02, 0.05)
-    assert (shakedrop["cifar100"].lr, shakedrop["cifar100"].rho) == (0.05, 0.05)
+    found = [settings.CIFAR["PyramidNet+ShakeDrop", name].optim for name in ("cifar10", "cifar100")]
+    assert [(optim.lr, optim.rho) for optim in found] == [(0.02, 0.05), (0.05, 0.05)]
 
 
 def test_the_perturbation_is_each_accelerators():
-    assert settings.CIFAR["WRN-28-10 (200 epochs)", "cifar10"].m == 32
-    assert settings.IMAGENET["resnet-50", 100].m == 128
-    assert settings.finetuning("efficientnet-b7", "pets").m == 16
-    assert settings.finetuning("efficientnet-l2", "pets").m == 4
+    assert settings.CIFAR["WRN-28-10 (200 epochs)", "cifar10"].optim.m == 32
+    assert settings.IMAGENET["resnet-50", 100].optim.m == 128
+    assert settings.finetuning("efficientnet-b7", "pets").optim.m == 16
+    assert settings.finetuning("efficientnet-l2", "pets").optim.m == 4
 
 
 def test_every_rho_the_paper_chose_is_on_its_grid():
     for training in (*settings.CIFAR.values(), *settings.SVHN_FASHION.values()):
-        assert training.rho in settings.RHO_GRID
+        assert training.optim.rho in settings.RHO_GRID
 
 
 def test_fashion_mnists_auto_augment_is_cutout():
@@ -115,7 +110,7 @@ def test_finetuning_has_the_reference_codes_crops_cutout_and_regularization():
 
 
 def test_models_of_the_reference_code_are_built_as_there_and_others_are_not():
-    designs = {training.model: training.network().design for training in TRAININGS}
+    designs = {training.model.name: training.model.design for training in TRAININGS}
     assert {name for name, design in designs.items() if design == "standard"} == {
         "resnet-20", "resnet-32", "resnet-56-noshort", "resnet-50", "resnet-101", "resnet-152",
         "efficientnet-b7", "efficientnet-l2",
@@ -149,7 +144,7 @@ def test_training_sets_have_the_catalogs_sizes():
 
 def test_finetuning_imagenet_is_ten_epochs_and_other_names_are_refused():
     training = settings.finetuning("efficientnet-l2", "imagenet")
-    assert (training.epochs, training.lr, training.rho) == (10, 0.1, 0.05)
+    assert (training.epochs, training.optim.lr, training.optim.rho) == (10, 0.1, 0.05)
     augments = {c.labels[0]: c.start.data.augment for c in fine_tuning_conditions("paper")}
     assert {name for name, augment in augments.items() if augment == "autoaugment"} == {"cifar10", "cifar100"}
     assert set(augments.values()) == {"autoaugment", "imagenet"}
@@ -168,10 +163,10 @@ def test_every_item_has_hyperparameters_with_a_source_and_ours_say_why():
     assert {h.source for h in REFERENCE_CODE if h.name != "precision"} == {"reference code"}
 
 
-def test_a_training_says_which_of_its_fields_are_the_papers():
-    found = {h.name: (h.value, h.source, h.note) for h in settings.HESSIAN.hyperparameters("rho")}
+def test_every_setting_of_a_training_says_whether_it_is_the_papers():
+    found = {h.name: (h.value, h.source, h.note) for h in settings_of(settings.HESSIAN, "rho", given=("model",))}
     assert found["model"] == ("wrn-40-10", "paper", "")
-    assert found["learning rate"] == (0.05, "ours", settings.HESSIAN.note)
+    assert found["learning rate"] == (0.05, "ours", "not given")
     assert found["m"][:2] == (32, "ours")
     assert "rho" not in found
 
