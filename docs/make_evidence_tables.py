@@ -50,7 +50,7 @@ def costs(known):
     """Return what each item costs on a laptop: the median speed of each model's runs gives the hours."""
     speeds = {}
     for record in known.values():
-        if not record.experiment.data.bootstrap:  # which trains two models
+        if record.state == "finished" and not record.experiment.data.bootstrap:  # which trains two models
             job = Job(experiment=replace(record.experiment, epochs=int(record.metrics["epoch"])))
             speeds.setdefault(record.experiment.model.name, []).append(record.time_seconds / training_flops([job]))
     rows = []
