@@ -1,60 +1,51 @@
 """The study of SAM's gain over its cost, on invented runs: what is asked for, who keeps the gain, the front."""
 
-from pathlib import Path
-
 import pytest
 from scipy import stats
 
 from flatmin.lab.cheap_sam.arms import ARMS, RHOS, conditions, cost_in_passes
-from flatmin.lab.cheap_sam.study import cheap_sam, share_of_gain
+from flatmin.lab.cheap_sam.study import CHEAP_SAM, share_of_gain
 from flatmin.lab.errors import SpecError
-from flatmin.lab.runs.directory import Result
 from flatmin.lab.studies.conditions import TUNING_SEED
-from flatmin.lab.sweeps.jobs import Outcome
+from flatmin.lab.studies.study import describe
+from invented_runs import invented_findings, invented_runs, only
 
 NOISY = "Fashion-MNIST, 14 x 14, 40 % noisy labels"
 JITTER = (0.0, 0.4, -0.3, 0.2, -0.1, 0.3, -0.2, 0.1, -0.4, 0.25)
 
 
-class Invented:
-    """Gives every run an error by its method, and the second radius the best validation error."""
-
-    def __init__(self, errors, missing=()):
-        self.errors, self.missing, self.jobs = errors, missing, []
-
-    def outcomes(self, jobs, what):
-        self.jobs += jobs
-        return [self._outcome(job) for job in jobs]
-
-    def _outcome(self, job):
-        method = job.experiment.name.removesuffix(" (choosing)").split("labels/")[-1]
-        if (method, job.seed) in self.missing:
-            return Outcome(job=job)
-        error = self.errors.get(method, 35.0)
-        if job.seed != TUNING_SEED:
-            error += JITTER[job.seed] + 0.05 * JITTER[(job.seed + hash_of(method)) % 10]
-        rho = job.experiment.optim.rho
-        chosen = job.experiment.optim.lr == 0.1 and job.experiment.optim.weight_decay == 5e-4
-        factor = next((arm.factor for arm in ARMS if arm.name == method), None)
-        valid = 0.2 if (factor and rho == pytest.approx(factor * RHOS[1])) or (not factor and chosen) else 0.3
-        line = {"epoch": job.experiment.epochs, "valid_error": valid, "test_error": error / 100, "train_error": 0.0}
-        result = Result(
-            experiment=job.experiment, seed=job.seed, directory=Path(job.name), history=[line], time_seconds=1.0
-        )
-        return Outcome(job=job, result=result)
-
-
-def hash_of(text):
-    return sum(map(ord, text))
-
-
 ERRORS = {"no SAM": 40.0, "SAM": 30.0, "part 1/16": 29.0, "part 1/8": 31.0, "every 4th step": 37.0, "momentum": 34.0}
 
 
-def test_every_arm_has_five_radii_and_costs_what_its_name_says():
-    runner = Invented(ERRORS)
-    cheap_sam("laptop", runner)
-    noisy = [j for j in runner.jobs if j.experiment.data.label_noise and j.experiment.model.name == "wrn-10-2"]
+def method_of(job):
+    return job.experiment.name.removesuffix(" (choosing)").split("labels/")[-1]
+
+
+def metrics(job):
+    """Give every run an error by its method, and the second radius the best validation error."""
+    method, optim = method_of(job), job.experiment.optim
+    error = ERRORS.get(method, 35.0)
+    if job.seed != TUNING_SEED:
+        error += JITTER[job.seed] + 0.05 * JITTER[(job.seed + sum(map(ord, method))) % 10]
+    factor = next((arm.factor for arm in ARMS if arm.name == method), None)
+    second = factor and optim.rho == pytest.approx(factor * RHOS[1])
+    is_best = second if factor else (optim.lr, optim.weight_decay) == (0.1, 5e-4)
+    return {"valid_error": 0.2 if is_best else 0.3, "test_error": error / 100, "train_error": 0.0}
+
+
+@pytest.fixture(scope="module")
+def known():
+    return invented_runs(CHEAP_SAM, "laptop", metrics)
+
+
+@pytest.fixture(scope="module")
+def found(known):
+    return describe(CHEAP_SAM, "laptop", known)
+
+
+def test_every_arm_has_five_radii_and_costs_what_its_name_says(known):
+    runs = known.values()
+    noisy = [r for r in runs if r.experiment.data.label_noise and r.experiment.model.name == "wrn-10-2"]
     tuning = [job for job in noisy if job.seed == TUNING_SEED]
     with_radius = [arm for arm in ARMS if arm.factor is not None]
     assert len({job.name for job in tuning}) == 4 + 5 * len(with_radius)
@@ -66,12 +57,11 @@ def test_every_arm_has_five_radii_and_costs_what_its_name_says():
     assert (costs["part 1/4"], costs["part 1/8"], costs["part 1/16"]) == (1.25, 1.125, 1.0625)
     assert (costs["every 4th step"], costs["every 8th step"], costs["ascent on 1/4"]) == (1.25, 1.125, 1.25)
     assert (costs["SAM"], costs["SAM, m = 16"], costs["no SAM, twice the epochs"]) == (2, 2, 2)
-    clean = [job for job in runner.jobs if "clean" in job.experiment.name and job.experiment.data.image_size == 14]
+    clean = [job for job in runs if "clean" in job.experiment.name and job.experiment.data.image_size == 14]
     assert {job.seed for job in clean} == {*range(10), TUNING_SEED}
 
 
-def test_an_arm_keeps_the_gain_if_it_is_below_nine_tenths_of_it():
-    found = cheap_sam("laptop", Invented(ERRORS))
+def test_an_arm_keeps_the_gain_if_it_is_below_nine_tenths_of_it(found):
     status = {v.claim: v.status for v in found.verdicts if v.claim.startswith(NOISY)}
     by_arm = {claim.removeprefix(f"{NOISY}: ").partition(" keeps")[0]: s for claim, s in status.items()}
     assert by_arm["part 1/16"] == "kept"
@@ -80,8 +70,7 @@ def test_an_arm_keeps_the_gain_if_it_is_below_nine_tenths_of_it():
     assert not by_arm.keys() & {"SAM", "no SAM", "SAM, m = 16"}
 
 
-def test_the_test_is_one_sided_paired_and_corrected_over_all_arms():
-    found = cheap_sam("laptop", Invented(ERRORS))
+def test_the_test_is_one_sided_paired_and_corrected_over_all_arms(found):
     verdict = next(v for v in found.verdicts if v.claim.startswith(f"{NOISY}: part 1/16"))
     (comparison,) = verdict.comparisons
     assert comparison.p_value == pytest.approx(stats.ttest_1samp(comparison.values, 0.0, alternative="less").pvalue)
@@ -90,21 +79,22 @@ def test_the_test_is_one_sided_paired_and_corrected_over_all_arms():
 
 
 def test_nothing_is_judged_while_a_replica_is_missing():
-    found = cheap_sam("laptop", Invented(ERRORS, missing={("part 1/16", 3)}))
+    lost = only(lambda job: (method_of(job), job.seed) != ("part 1/16", 3), metrics)
+    found = invented_findings(CHEAP_SAM, "laptop", lost)
     verdict = next(v for v in found.verdicts if v.claim.startswith(f"{NOISY}: part 1/16"))
     assert verdict.status == "not tested"
     assert found.num_missing > 0
 
 
-def test_the_front_joins_what_nothing_beats():
-    figure = cheap_sam("laptop", Invented(ERRORS)).figures[0]
+def test_the_front_joins_what_nothing_beats(found):
+    figure = found.figures[0]
     front = next(series for series in figure.series if series.name == "Pareto front")
     assert list(front.hover) == ["momentum", "part 1/16"]
     assert list(front.x) == [1.0, 1.0625]
 
 
-def test_which_to_use_is_the_front_of_every_condition():
-    table, *others = cheap_sam("laptop", Invented(ERRORS)).tables
+def test_which_to_use_is_the_front_of_every_condition(found):
+    table, *others = found.tables
     assert table.title.startswith("Which to use")
     assert len(others) == 4
     noisy = [(row[1], row[2], row[3].measured.mean, row[4]) for row in table.rows if row[0] == NOISY]
@@ -115,9 +105,9 @@ def test_which_to_use_is_the_front_of_every_condition():
     assert all(row[3].runs for row in table.rows)
 
 
-def test_a_radius_at_the_edge_of_its_grid_is_noted():
+def test_a_radius_at_the_edge_of_its_grid_is_noted(found):
     """The second of Fashion-MNIST's five radii, 0.2, is the last of CIFAR-10's three."""
-    _, noisy, _, cifar, _ = cheap_sam("laptop", Invented(ERRORS)).tables
+    _, noisy, _, cifar, _ = found.tables
     notes = [{row[0]: row[3].note for row in table.rows} for table in (noisy, cifar)]
     assert (notes[0]["SAM"], notes[0]["no SAM"]) == (None, None)
     assert (notes[1]["SAM"], notes[1]["no SAM"]) == ("rho at the edge of its grid", None)
@@ -132,15 +122,3 @@ def test_the_share_of_the_gain():
 def test_there_is_no_papers_scale():
     with pytest.raises(SpecError, match="use --scale laptop"):
         conditions("paper")
-
-
-ROOT = Path(__file__).parents[3]
-
-
-def test_the_table_of_the_docs_is_what_the_runs_say(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
-    from collect_cheap_sam import RESULTS, table
-
-    text = (ROOT / "docs" / "cost.md").read_text()
-    shown = text.partition("<!-- arms: begin -->\n")[2].partition("\n<!-- arms: end -->")[0]
-    assert shown == table(RESULTS / "runs")

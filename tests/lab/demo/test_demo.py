@@ -2,40 +2,23 @@
 
 import dataclasses
 import io
-import json
 import math
 import re
-from pathlib import Path
 
 import pytest
-from flatmin.lab.sweeps.runners import ReadOnlyRunner
 from rich.console import Console
 
 from flatmin.lab.commands.demo import Demo, print_results
 from flatmin.lab.demo import study
-from flatmin.lab.demo.study import METHODS, NOISE_RATES, demo, demo_experiments, demo_settings, verdict
+from flatmin.lab.demo.study import DEMO, METHODS, NOISE_RATES, demo_experiments, demo_settings, verdict
 from flatmin.lab.report import write_report
-from flatmin.lab.runs.directory import read_result
+from flatmin.lab.runs.record import Records
 from flatmin.lab.spec.experiment import Model
 from flatmin.lab.studies.contrasts import Contrast
 from flatmin.lab.studies.findings import Cell, LineFigure, SurfaceFigure
-from flatmin.lab.sweeps.jobs import Measurement
-from flatmin.lab.sweeps.run_job import run_job
-
-
-class InProcess:
-    """Runs jobs one after the other; the sweeps' own tests have processes and interruptions."""
-
-    def __init__(self, runs):
-        self.runs = runs
-        self.num_trained = 0
-
-    def outcomes(self, jobs, what):
-        for job in jobs:
-            if not (self.runs / job.name / "result.json").exists():
-                self.num_trained += 1
-            run_job(job, self.runs, None, 600.0)
-        return ReadOnlyRunner(self.runs).outcomes(jobs, what)
+from flatmin.lab.studies.study import describe, run_study
+from flatmin.lab.sweeps.measurements import Landscape, Spectrum
+from invented_runs import in_process
 
 
 def shrink(patch):
@@ -48,17 +31,8 @@ def shrink(patch):
     patch.setattr(study, "demo_experiment", small)
     patch.setattr(study, "SEEDS", (0, 1))
     patch.setattr(study, "EPOCHS", 1)
-    patch.setattr(study, "SPECTRUM", Measurement(kind="spectrum", settings=(("num_eigenvalues", 1), ("steps", 5))))
-    patch.setattr(study, "LANDSCAPE", Measurement(kind="landscape", settings=(("points", 3),)))
-
-
-@pytest.fixture(scope="module")
-def small_demo(tmp_path_factory):
-    """The runs of a small demo, and its findings."""
-    runs = tmp_path_factory.mktemp("demo")
-    with pytest.MonkeyPatch.context() as patch:
-        shrink(patch)
-        return runs, demo(InProcess(runs))
+    patch.setattr(study, "SPECTRUM", Spectrum(num_eigenvalues=1, steps=5))
+    patch.setattr(study, "LANDSCAPE", Landscape(points=3))
 
 
 def test_the_settings_are_those_with_the_lowest_validation_error():
@@ -91,28 +65,57 @@ def test_runs_have_the_names_that_they_always_had():
     assert demo_experiments(0)[0.4, "SAM"].run_name(0) == "digits-cnn-16-sam0.2-bf3a5316e5-seed0"
 
 
-def test_table_has_the_numbers_of_the_runs(small_demo):
-    runs, found = small_demo
-    assert found.num_missing == 0
-    assert len(found.runs) == 2 * len(NOISE_RATES) * len(METHODS)
+def test_a_small_demo_from_runs_to_the_page(tmp_path, monkeypatch):
+    """One test, because its runs would else be made again for every process of pytest that has a part of it."""
+    shrink(monkeypatch)
+    runs, known = tmp_path / "runs", Records()
+    num_models = 2 * len(NOISE_RATES) * len(METHODS)
+    assert run_study(DEMO, "laptop", known, in_process(runs)) == num_models
+    found = describe(DEMO, "laptop", known)
+    assert (found.num_missing, len(found.runs)) == (0, num_models)
+    _check_table(found, known)
+    _check_figures(found)
+    _check_page(write_report([found], known=known, out=tmp_path, title="").read_text(), found)
+    output = io.StringIO()
+    print_results(found, Console(file=output, width=200))
+    for row in found.tables[0].rows:
+        assert all(str(c.measured) in output.getvalue() for c in row if isinstance(c, Cell) and c.unit == "%")
+    assert all(verdict.evidence in output.getvalue() for verdict in found.verdicts)
+
+    # With all runs there, the command starts no process.
+    Demo(runs=runs).run(Console(file=output, width=200))
+    assert (runs / "index.html").exists()
+    assert str(runs / "index.html") in output.getvalue().replace("\n", "")
+    assert describe(DEMO, "laptop", Records(runs)) == found
+
+    # Another method is one entry, and nothing is trained twice.
+    weak = {"SAM, small rho": lambda sgd, rho: dataclasses.replace(sgd, optim=dataclasses.replace(sgd.optim, rho=0.01))}
+    monkeypatch.setattr(study, "METHODS", METHODS | weak)
+    assert run_study(DEMO, "laptop", known, in_process(runs)) == 2 * len(NOISE_RATES)
+    more = describe(DEMO, "laptop", known)
+    assert len(more.verdicts) == len(found.verdicts) + len(NOISE_RATES)
+    assert [surface.name for surface in more.figures[2].surfaces] == ["SGD", "SAM", "SAM on 1/8", "SAM, small rho"]
+
+
+def _check_table(found, known):
+    """The table has the numbers of the runs."""
     rows = found.tables[0].rows
     assert [row[:2] for row in rows] == [[f"{noise:.0%}", method] for noise in NOISE_RATES for method in METHODS]
+    reads = (
+        lambda record: 100 * record.metrics["test_error"],
+        lambda record: 100 * record.metrics["train_error"],
+        lambda record: record.measured[study.SHARPNESS.name]["m_sharpness"],
+        lambda record: record.measured[study.CURVATURE.name]["lambda_max"],
+    )
     for row in rows:
-        test, train, sharpness, curvature = row[2:]
-        for cell in (test, train, sharpness, curvature):
+        for cell, read in zip(row[2:], reads, strict=True):
             assert len(cell.runs) == 2
-        results = [read_result(runs / run).metrics for run in test.runs]
-        assert test.values == pytest.approx([100 * metrics["test_error"] for metrics in results])
-        assert train.values == pytest.approx([100 * metrics["train_error"] for metrics in results])
-        for cell, kind, key in ((sharpness, "sharpness", "m_sharpness"), (curvature, "spectrum", "lambda_max")):
-            (file,) = (runs / cell.runs[1] / "measures").glob(f"{kind}-*.json")
-            assert cell.values[1] == pytest.approx(json.loads(file.read_text())[key])
+            assert cell.values == pytest.approx([read(known[run]) for run in cell.runs])
 
 
-def test_figures_are_curves_of_all_methods_and_spectra_and_landscapes_of_those_with_as_many_epochs(small_demo):
-    _, found = small_demo
-    kinds = [type(figure) for figure in found.figures]
-    assert kinds == [LineFigure, LineFigure, SurfaceFigure] * len(NOISE_RATES)
+def _check_figures(found):
+    """Curves of all methods; spectra and landscapes of those with as many epochs."""
+    assert [type(figure) for figure in found.figures] == [LineFigure, LineFigure, SurfaceFigure] * len(NOISE_RATES)
     for curves, spectra, landscapes in (found.figures[:3], found.figures[3:]):
         assert [series.name for series in curves.series] == list(METHODS)
         assert [len(series.x) for series in curves.series] == [1, 2, 1, 1]
@@ -120,47 +123,13 @@ def test_figures_are_curves_of_all_methods_and_spectra_and_landscapes_of_those_w
         assert [surface.name for surface in landscapes.surfaces] == ["SGD", "SAM", "SAM on 1/8"]
 
 
-def test_the_page_stands_alone_and_shows_verdicts_table_and_figures(small_demo, tmp_path):
-    runs, found = small_demo
-    page = write_report([found], runs=runs, out=tmp_path).read_text()
+def _check_page(page, found):
+    """It stands alone and shows verdicts, table and figures."""
     assert page.count("<svg") == 6 + 1
     assert not re.search(r"(src|href)=\"(?![#])", page)
     assert all(text in page for text in ("What was run.", "validation error", "Alpaydin"))
     assert all(verdict.claim in page for verdict in found.verdicts)
     assert "scale" not in page.partition("<main>")[0].partition("<body>")[2]
-
-
-def test_the_printed_table_and_sentences_are_those_of_the_page(small_demo):
-    _, found = small_demo
-    output = io.StringIO()
-    print_results(found, Console(file=output, width=200))
-    for row in found.tables[0].rows:
-        assert all(str(cell.measured) in output.getvalue() for cell in row if isinstance(cell, Cell))
-    assert all(verdict.evidence in output.getvalue() for verdict in found.verdicts)
-
-
-def test_the_command_trains_nothing_twice_and_another_method_is_one_entry(small_demo, tmp_path, monkeypatch):
-    runs, found = small_demo
-    shrink(monkeypatch)
-    again = InProcess(runs)
-    assert demo(again) == found
-    assert again.num_trained == 0
-    weak = {"SAM, small rho": lambda sgd, rho: dataclasses.replace(sgd, optim=dataclasses.replace(sgd.optim, rho=0.01))}
-    monkeypatch.setattr(study, "METHODS", METHODS | weak)
-    more = demo(again)
-    assert again.num_trained == 2 * len(NOISE_RATES)
-    assert len(more.verdicts) == len(found.verdicts) + len(NOISE_RATES)
-    assert [surface.name for surface in more.figures[2].surfaces] == ["SGD", "SAM", "SAM on 1/8", "SAM, small rho"]
-
-
-def test_the_command_sweeps_and_writes_the_page(small_demo, monkeypatch):
-    """With all runs there, the sweep starts no process."""
-    runs, _ = small_demo
-    shrink(monkeypatch)
-    output = io.StringIO()
-    Demo(runs=runs).run(Console(file=output, width=200))
-    assert (runs / "index.html").exists()
-    assert str(runs / "index.html") in output.getvalue().replace("\n", "")
 
 
 @pytest.mark.parametrize(
@@ -180,16 +149,3 @@ def test_the_verdict_says_only_what_the_seeds_show(sgd, sam, said, status):
     assert said in judged.evidence
     assert judged.status == status
     assert judged.claim == "With 40 % noisy labels, SAM has a lower test error than SGD."
-
-
-def test_home_page_of_the_docs_has_the_numbers_of_the_stored_runs(monkeypatch, tmp_path):
-    root = Path(__file__).parents[3]
-    monkeypatch.syspath_prepend(str(root / "experiments"))
-    from collect_demo import DOCS, RESULTS, TITLE, table, with_block
-
-    found = demo(ReadOnlyRunner(RESULTS / "runs"))
-    assert found.num_missing == 0
-    text = DOCS.read_text()
-    assert with_block(text, "demo", table(found)) == text, "run experiments/collect_demo.py"
-    write_report([found], runs=RESULTS / "runs", out=tmp_path, title=TITLE)
-    assert (tmp_path / "report.md").read_text() == (RESULTS / "report.md").read_text()

@@ -31,6 +31,8 @@ EPOCHS = 80
 @pytest.fixture(scope="module")
 def cluster():
     """Two nodes with a core each; one that dies is found to be dead in seconds."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv("RAY_worker_niceness", "0")  # workers at a low priority would wait for whatever else runs here
     settings = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 1000, "health_check_failure_threshold": 5}
     node = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=node | {"_system_config": settings})
@@ -39,6 +41,7 @@ def cluster():
     yield cluster
     ray.shutdown()
     cluster.shutdown()
+    patch.undo()
 
 
 def test_a_directory_that_the_ray_node_here_does_not_see_is_an_error(cluster, tmp_path, monkeypatch):

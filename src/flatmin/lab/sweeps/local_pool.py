@@ -1,4 +1,9 @@
-"""The processes of a sweep on this machine: one job each at a time, a fixed number of threads, a GPU each if any."""
+"""The processes of a sweep on this machine: one job each at a time, a fixed number of threads, a GPU each if any.
+
+Not `concurrent.futures` or loky: there a worker that is killed, by the system when memory runs out for example, breaks
+the whole executor and ends the jobs of all others; they do not tell its exit code; they cannot ask one worker to save
+and stop; and their workers outlive a parent that was killed.
+"""
 
 import multiprocessing
 import os
@@ -74,7 +79,7 @@ class LocalPool:
     def __init__(self, run: Callable[[Job], JobStatus], shares: Shares) -> None:
         self.run, self.shares = run, shares
         self.slots = [_Slot(gpu) for gpu in shares.gpus]
-        self.stopped_at, self.num_stillbirths = 0.0, 0
+        self.stopped_at, self.num_failed_starts = 0.0, 0
 
     def __enter__(self) -> "LocalPool":
         return self
@@ -106,7 +111,7 @@ class LocalPool:
             self._start_process(slot)
         slot.job = job
         assert slot.connection is not None
-        with suppress(OSError):  # it died this very moment: `ended` will see
+        with suppress(OSError):  # it died just now: `poll` will see
             slot.connection.send(job)
 
     def poll(self, seconds: float) -> list[tuple[str, JobStatus]]:
@@ -118,7 +123,7 @@ class LocalPool:
             time.sleep(seconds)
             return []
         found: list[tuple[str, JobStatus]] = []
-        # A dead process's end of the pipe is closed, so that its connection is ready as well.
+        # A dead process's end of the pipe is closed, so its connection is ready as well.
         for connection in wait(list(busy), seconds):
             slot = busy[connection]  # type: ignore[index]
             ending = self._heard(slot)
@@ -149,15 +154,15 @@ class LocalPool:
             if self.stopped_at and exit_code in (0, -signal.SIGTERM):  # it had not begun, or was done just then
                 return JobStatus(kind="stopped")
             if not was_ready:
-                self._count_stillbirth(exit_code)
+                self._count_failed_start(exit_code)
             return JobStatus(kind="died", message=describe_death(exit_code))
         if message is None:
-            slot.ready, self.num_stillbirths = True, 0
+            slot.ready, self.num_failed_starts = True, 0
         return message
 
-    def _count_stillbirth(self, exit_code: int | None) -> None:
-        self.num_stillbirths += 1
-        if self.num_stillbirths >= MAX_FAILED_STARTS:
+    def _count_failed_start(self, exit_code: int | None) -> None:
+        self.num_failed_starts += 1
+        if self.num_failed_starts >= MAX_FAILED_STARTS:
             raise RunError(
                 f"The processes of the sweep end before they begin (exit code {exit_code}). A script that starts a "
                 'sweep must do so below `if __name__ == "__main__":`, because each process imports it again.'
