@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -198,6 +199,27 @@ def write_idx(folder, monkeypatch, *, packed):
         else:
             (folder / name).write_bytes(content)
     monkeypatch.setattr(datasets_module, "FASHION_MNIST_FILES", sums)
+
+
+def test_an_archive_that_unpacks_to_much_more_is_corrupt_and_read_only_in_part(tmp_path, monkeypatch):
+    folder = tmp_path / "root/fashion-mnist"
+    folder.mkdir(parents=True)
+    (folder / "train-images-idx3-ubyte.gz").write_bytes(4 * gzip.compress(bytes(2**26), 1))
+    tracemalloc.start()
+    with pytest.raises(DataError, match=r"train-images-idx3-ubyte\.gz is corrupt"):
+        load_dataset(Data(name="fashion-mnist"), data_root=tmp_path / "root")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2.5 * 2**26  # the bytes and a copy
+
+
+def test_a_dataset_that_does_not_fit_into_memory_is_not_blamed_on_the_batch_size(monkeypatch):
+    def too_large(*_):
+        raise MemoryError("Unable to allocate 3 TiB")
+
+    monkeypatch.setattr("flatmin.lab.data.datasets.load_digits", too_large)
+    with pytest.raises(DataError, match="digits does not fit into memory, or one of its files is corrupt: Unable"):
+        load_dataset(Data())
 
 
 @pytest.mark.parametrize(("place", "packed"), [("FashionMNIST/raw", False), ("fashion-mnist", True), ("debian", True)])
