@@ -44,7 +44,7 @@ class DeferredSAM(SAM):
         rest: Callable[[], Any] | None = None,
         weights: Sequence[float] | None = None,
     ) -> Tensor | None:
-        """Run all passes of a step, and return its loss; the arguments are those of :meth:`flatmin.SAM.step`."""
+        """Run all passes of a step, and return its loss; the arguments are as in :meth:`flatmin.SAM.step`."""
         self._state.marks.revoke_step()
         if rest is None:
             loss = self._closure_gradient(closure)

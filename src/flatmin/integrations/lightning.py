@@ -35,7 +35,7 @@ class SAMCallback(pl.Callback):
     Args:
         rho: the radius, as of :class:`flatmin.SAM`; "auto" measures it on the first eight batches, as
             :func:`flatmin.suggest_rho` does, at one more gradient in each of these steps.
-        part: the share of each batch that SAM is applied to; the rest takes a plain pass, so that a step costs
+        part: the share of each batch that SAM is applied to; the rest takes a plain pass, so a step costs
             1 + part passes. Batches must be a tensor, or a tuple, list or dict of tensors; ``training_step`` must
             return the mean loss. What it logs comes from the rest.
         log: whether to log ``sharpness`` and ``grad_norm``.
@@ -133,7 +133,7 @@ class SAMCallback(pl.Callback):
         self._batch: Any = batch if self.part < 1 else None
 
     def _compute_gradient(self, sam: Any, closure: Any, pl_module: pl.LightningModule) -> Any:
-        """Run SAM's passes; Lightning reads the outputs of ``training_step`` from its closure, those of w are left."""
+        """Run SAM's passes; Lightning reads the outputs of ``training_step`` from its closure, and gets those at w."""
         outputs = None
 
         def run(piece: Any | None, silent: bool) -> Any:

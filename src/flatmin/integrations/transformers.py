@@ -36,7 +36,7 @@ class SAMMixin(_Trainer):
     metrics, say) is recorded once, at w.
 
     The training logs have two more values: ``sharpness``, the loss at w + eps minus that at w in the last step, and
-    ``sam_grad_norm``, the norm of the gradient at w. ``grad_norm`` is that of SAM's gradient, which is clipped.
+    ``sam_grad_norm``, the norm of the gradient at w. ``grad_norm`` is the norm of SAM's gradient, which is clipped.
 
     Args:
         sam: the settings of :class:`flatmin.SAM`, such as ``{"rho": 0.05, "p": 2}``; ``"rho": "auto"`` measures the
@@ -63,7 +63,7 @@ class SAMMixin(_Trainer):
         super().__init__(*args, **kwargs)
         if getattr(self, "is_deepspeed_enabled", False):
             raise ValueError(
-                "DeepSpeed replaces the optimizer's step, so that SAM cannot be used with it. Use DDP or FSDP2."
+                "DeepSpeed replaces the optimizer's step, so SAM cannot be used with it. Use DDP or FSDP2."
             )
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
@@ -135,7 +135,7 @@ class SAMMixin(_Trainer):
 
         SAM multiplies the gradient by the ``share`` of the pieces in the batch. The Trainer divides losses by the
         number of items (tokens, say) in the whole batch, or takes the mean of each micro-batch and divides by their
-        number. Both divisors are scaled, so that the sum over all pieces is the Trainer's gradient.
+        number. Both divisors are scaled: the sum over all pieces is the Trainer's gradient.
         """
         self.sam.zero_grad()
         no_sync = getattr(model, "no_sync", contextlib.nullcontext)  # of DistributedDataParallel
