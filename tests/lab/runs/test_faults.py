@@ -340,11 +340,6 @@ def test_another_weights_file_at_the_same_path_is_noticed(finished, tmp_path):
     assert train(experiment, runs=tmp_path).history == first.history
 
 
-def test_runs_without_fingerprints_stay_valid(copy, finished):
-    edit(copy / "environment.json", lambda content: [s.pop("inputs") for s in content["sessions"]])
-    assert train(SMALL, runs=copy.parent).history == finished.history
-
-
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_another_number_of_threads_is_said_when_a_run_resumes(num_threads, copy, recwarn):
     edit(copy / "environment.json", lambda content: content["sessions"][0].update(num_threads=num_threads))
@@ -544,17 +539,3 @@ def test_a_measurement_with_one_digit_changed_is_not_reported(copy):
 def test_checkpoint_seconds_must_be_a_time(seconds, tmp_path):
     with pytest.raises(SpecError, match="checkpoint_seconds must be at least 0"):
         train(SMALL, runs=tmp_path, checkpoint_seconds=seconds)
-
-
-def test_a_few_examples_are_read_without_the_whole_set(finished, monkeypatch):
-    trained = load_trained(finished.directory)
-    seen = []
-    fetch = type(trained.dataset.train).fetch
-
-    def counted(images, draw, **keywords):
-        seen.extend(draw.examples)
-        return fetch(images, draw, **keywords)
-
-    monkeypatch.setattr(type(trained.dataset.train), "fetch", counted)
-    assert sum(len(labels) for _, labels in trained.training_batches(7)) == 7
-    assert seen == list(range(7))
