@@ -66,7 +66,7 @@ def read_weights(path: str) -> dict[str, Tensor]:
     if not Path(path).is_file():
         raise ModelError(
             f"model.checkpoint: there is no file {path}. Give the path of a file of weights (.safetensors or "
-            "torch's), or run:NAME for those of another run, or leave model.checkpoint out to begin with random ones."
+            "torch's), or run:NAME for another run's weights, or omit model.checkpoint to start from random ones."
         )
     try:
         if path.endswith(".safetensors"):
