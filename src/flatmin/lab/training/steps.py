@@ -199,10 +199,11 @@ class Stepper:
     def _second_order_step(self, batch: Batch) -> StepMetrics:
         calls: list[PassMetrics] = []
         names = [name for name, _ in self.network.named_parameters()]
+        own = dict(self.network.named_buffers())
 
         def loss_fn(parameters: dict[str, Tensor]) -> Tensor:
-            # Passes at w + eps write their statistics into copies.
-            buffers = {} if not calls else {name: b.clone() for name, b in self.network.named_buffers()}
+            # The pass at w writes its statistics into the model, passes at w + eps into copies.
+            buffers = {name: b.clone() for name, b in own.items()} if calls else own
             with autocast(self.precision, self.workers.device):
                 logits = functional_call(self.network, {**parameters, **buffers}, (batch.inputs,))
             loss, error = loss_and_error(logits, batch, self.optim.label_smoothing)
