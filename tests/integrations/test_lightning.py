@@ -325,6 +325,33 @@ def test_auto_under_a_gradient_scaler():
     assert radii[1] == pytest.approx(radii[0], rel=0.02)
 
 
+class Noisy(lightning_cases.Classifier):
+    """Draws from a generator of its own, which SAM does not replay."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(0)
+
+    def training_step(self, batch, batch_idx):
+        noise = torch.randn(batch[0].shape, generator=self.generator)
+        return super().training_step([batch[0] + noise, batch[1]], batch_idx)
+
+
+def test_check_names_what_cannot_be_repeated():
+    with pytest.raises(ValueError, match=r"generator: a generator of its own"):
+        lightning_cases.fit(SAMCallback(rho=0.1, check=True), Noisy())
+    with pytest.raises(ValueError, match="check=True needs automatic optimization"):
+        lightning_cases.fit(SAMCallback(check=True), Unadapted())
+
+
+@pytest.mark.parametrize("module", [lightning_cases.Classifier, Recording, Distilling])
+def test_check_accepts_what_can_be_repeated_and_changes_nothing(module):
+    plain, _ = lightning_cases.fit(SAMCallback(rho=0.1), module(), max_epochs=1)
+    checked, trainer = lightning_cases.fit(SAMCallback(rho=0.1, check=True), module(), max_epochs=1)
+    assert difference(plain.state_dict(), checked.state_dict()) == 0
+    assert trainer.global_step == 3
+
+
 def test_a_checkpoint_with_another_radius_is_reported(tmp_path):
     _, trainer = lightning_cases.fit(SAMCallback(rho=0.2), max_epochs=1)
     trainer.save_checkpoint(tmp_path / "run.ckpt")

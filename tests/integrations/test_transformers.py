@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -213,6 +214,21 @@ def test_noise_of_numpy_is_the_same_in_both_passes():
     trainer = cases.make_trainer({"rho": 1e-7}, Masking)
     trainer.train()
     assert max(abs(entry["sharpness"]) for entry in trainer.state.log_history if "loss" in entry) < 1e-5
+
+
+def test_check_names_what_cannot_be_repeated():
+    class Noisy(Recording):
+        def compute_loss(self, model, inputs, **kwargs):
+            return super().compute_loss(model, inputs, **kwargs) * (1 + generator.random())
+
+    generator = np.random.default_rng(0)
+    with pytest.raises(ValueError, match="check=True: The pass is not repeatable"):
+        cases.make_trainer({"rho": 0.1}, partial(Noisy, check=True)).train()
+    trainers = [cases.make_trainer({"rho": 0.1}, partial(Recording, check=check), dropout=0.1) for check in (0, 1)]
+    for trainer in trainers:
+        torch.manual_seed(0)
+        trainer.train()
+    assert difference(*(trainer.model.state_dict() for trainer in trainers)) == 0
 
 
 def test_training_goes_on_where_it_was_interrupted():

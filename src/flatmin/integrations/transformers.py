@@ -10,8 +10,15 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from flatmin.core.batch_split import split_batch
-from flatmin.integrations.deferred_step import DeferredSAM, RhoSearch, check_base, check_settings, warn_if_rho_differs
-from flatmin.integrations.records import RecordedPass, Records
+from flatmin.integrations.deferred_step import (
+    DeferredSAM,
+    RhoSearch,
+    check_base,
+    check_settings,
+    require_repeatable,
+    warn_if_rho_differs,
+)
+from flatmin.integrations.records import RecordedPass, UnrecordedPass
 
 Inputs = Mapping[str, Any]
 _Trainer: Any = Trainer if TYPE_CHECKING else object
@@ -42,16 +49,18 @@ class SAMMixin(_Trainer):
         sam: the settings of :class:`flatmin.SAM`, such as ``{"rho": 0.05, "p": 2}``; ``"rho": "auto"`` measures the
             radius in the first eight steps, as :func:`flatmin.suggest_rho` does, at one more gradient in each. And
             ``part``: the share of each micro-batch that SAM is applied to. Inputs must then be tensors of examples.
+        check: whether to check at the first step that the pass can be repeated, with :func:`flatmin.check_pass`.
 
     Raises:
         TypeError, ValueError: a setting that SAM does not take, DeepSpeed, or a trainer of TRL that samples
             completions while it trains (GRPO, RLOO, online DPO): its pass cannot be repeated.
     """
 
-    def __init__(self, *args: Any, sam: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, sam: Mapping[str, Any] | None = None, check: bool = False, **kwargs: Any) -> None:
         self.sam_settings = check_settings(sam or {})
         self._part = (sam or {}).get("part", 1.0)
         self._is_auto = (sam or {}).get("rho") == "auto"
+        self._is_checked = not check
         for kind in type(self).__mro__:
             if kind.__name__ in SAMPLING:
                 raise TypeError(
@@ -113,11 +122,13 @@ class SAMMixin(_Trainer):
         rests = [_Piece(s.rest, share=s.sizes[1] / sum(s.sizes)) for s in splits if s.rest is not None]
         num_examples = [sum(s.sizes[0] for s in splits), sum(sum(s.sizes[1:]) for s in splits)]
         part, rest = (count / sum(num_examples) if rests else 1.0 for count in num_examples)
+        unrecorded = UnrecordedPass(lambda: self._run(model, parts or whole, num_items, part), [self])
+        if not self._is_checked:
+            require_repeatable(self.sam, unrecorded)
+            self._is_checked = True
         if self._is_auto:
             self._search = self._search or RhoSearch(self.sam)
-            records = Records([self])
-            self._search.measure(lambda: self._run(model, parts or whole, num_items, part), self.accelerator.scaler)
-            records.restore()
+            self._search.measure(unrecorded, self.accelerator.scaler)
         if not rests or not self.sam.needs_perturbed_pass:
             return self.sam.compute_gradient(pass_on(whole, 1.0))
         return self.sam.compute_gradient(pass_on(parts, part), rest=pass_on(rests, rest), weights=[part, rest])
