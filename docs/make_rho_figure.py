@@ -2,8 +2,8 @@
 
     python docs/make_rho_figure.py [--data DIRECTORY] [--images docs/images]
 
-Both models are untrained, with the settings of the cheap-SAM study: 128 examples of Fashion-MNIST, 14 x 14 pixels, share a
-perturbation. DIRECTORY has the dataset, if it is not where the lab looks for it. Takes less than a minute.
+Both models are untrained, with the settings of the cheap-SAM study: 128 examples of Fashion-MNIST, 14 x 14 pixels,
+share a perturbation. DIRECTORY has the dataset, if it is not where the lab looks for it. Takes less than a minute.
 """
 
 import argparse
@@ -44,6 +44,7 @@ def curve_of(experiment: Experiment, dataset: Dataset) -> RiseCurve:
 
 
 def draw(curves: dict[str, RiseCurve]) -> Figure:
+    """Draw measured and first-order rises, relative to the loss."""
     figure = Figure(figsize=(7.0, 3.8), layout="constrained")
     axes = figure.add_subplot()
     axes.spines[["top", "right"]].set_visible(False)
@@ -60,6 +61,7 @@ def draw(curves: dict[str, RiseCurve]) -> Figure:
 
 
 def main() -> None:
+    """Print the suggestions and save the figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path)
     parser.add_argument("--images", type=Path, default=Path("docs/images"))
