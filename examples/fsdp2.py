@@ -1,4 +1,4 @@
-"""FSDP2: parameters are sharded over the workers; the norm of the gradient is that of all shards together.
+"""FSDP2: parameters are sharded over the workers; the norm of the gradient is over all shards.
 
 Run it with ``torchrun --nproc_per_node 2 examples/fsdp2.py``, or alone with ``python examples/fsdp2.py``.
 """

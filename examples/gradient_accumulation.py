@@ -24,7 +24,7 @@ def train(micro_batch_size: int, num_steps: int = 5) -> nn.Module:
     def accumulate() -> float:
         total = 0.0
         for inputs, targets in micro_batches:
-            # The sum over the whole batch's size, so that a short last micro-batch has its right weight.
+            # The sum, divided by the whole batch's size: a short last micro-batch then has its right weight.
             loss = nn.functional.cross_entropy(model(inputs), targets, reduction="sum") / len(x)
             loss.backward()
             total += loss.detach()

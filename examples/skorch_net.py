@@ -9,14 +9,20 @@ from flatmin import SAM
 
 
 class SAMNet(NeuralNetClassifier):
+    def __init__(self, *args, rho=0.05, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.rho = rho
+
     def initialize_optimizer(self, *args, **kwargs):
         super().initialize_optimizer(*args, **kwargs)
         self.optimizer_ = SAM(self.optimizer_, rho=self.rho, model=self.module_)
         return self
 
-    def __init__(self, *args, rho=0.05, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.rho = rho
+    def set_params(self, **params):
+        super().set_params(**params)
+        if "rho" in params and self.initialized_:
+            self.optimizer_.rho = self.rho
+        return self
 
 
 # --8<-- [end:net]

@@ -1,16 +1,17 @@
-"""timm: the loop of its train.py in short, with its model, loader, optimizer, scheduler and EMA, trained by SAM.
+"""timm: the loop of its train.py in short, with its task, loader, optimizer, scheduler and EMA, trained by SAM.
 
 Run it with ``python examples/timm_loop.py DIRECTORY``, a directory with one subdirectory of images per class.
 """
 
+import argparse
 import sys
 
 import torch
-from timm import create_model
+from timm import create_model, utils
 from timm.data import create_dataset, create_loader
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
-from timm.utils import ModelEmaV3, dispatch_clip_grad
+from timm.task import ClassificationTask
 from torch import nn
 
 from flatmin import SAM
@@ -24,22 +25,41 @@ def train(directory: str, num_epochs: int = 2, rho: float = 0.05, size: int = 32
     )
     model = create_model("test_resnet", num_classes=len(dataset.reader.class_to_idx))
     optimizer = create_optimizer_v2(model, opt="sgd", lr=0.05, weight_decay=1e-4)
-    optimizer = SAM(optimizer, rho=rho, model=model)  # after the model is wrapped (DDP) or compiled
-    scheduler, num_epochs = create_scheduler_v2(optimizer, num_epochs=num_epochs, warmup_epochs=0)
-    ema, loss_fn = ModelEmaV3(model), nn.CrossEntropyLoss()
+    args, second_order, need_update = argparse.Namespace(clip_grad=1.0), False, True
+    model_ema = utils.ModelEmaV3(model)
+    task = ClassificationTask(model, nn.CrossEntropyLoss(), verbose=False)
+    # Here train.py wraps the task's model in DistributedDataParallel and compiles it.
+    optimizer = SAM(optimizer, rho=rho, model=task.trainable_module)
+    lr_scheduler, num_epochs = create_scheduler_v2(
+        optimizer,
+        num_epochs=num_epochs,
+        warmup_epochs=0,
+    )
 
     for epoch in range(num_epochs):
         model.train()
-        for x, y in loader:
-            optimizer.zero_grad()  # before the first forward pass: from here on, noise is drawn again
-            loss = loss_fn(model(x), y)
-            loss.backward()
-            with optimizer.perturbed():
-                loss_fn(model(x), y).backward()
-            dispatch_clip_grad(model.parameters(), value=1.0, mode="norm")
-            optimizer.step()
-            ema.update(model)
-        scheduler.step(epoch + 1)
+        num_correct = 0
+        for input, target in loader:
+
+            def _forward():
+                result = task(input, target)
+                return result["loss"], result
+
+            def _backward(_loss):
+                _loss.backward(create_graph=second_order)
+                if need_update:
+                    with optimizer.perturbed():
+                        _forward()[0].backward()
+                    if args.clip_grad is not None:
+                        utils.dispatch_clip_grad(model.parameters(), value=args.clip_grad)
+                    optimizer.step()
+
+            optimizer.zero_grad()
+            loss, result = _forward()
+            _backward(loss)
+            model_ema.update(model)
+            num_correct += (result["output"].argmax(dim=1) == target).sum()  # at w
+        lr_scheduler.step(epoch + 1)
     return model, optimizer
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from flatmin import SAM, HessianOperator, loss_landscape, m_sharpness, spectral_density, top_eigenvalues
+from flatmin import SAM, HessianOperator, loss_landscape, m_sharpness, spectral_density, suggest_rho, top_eigenvalues
 from flatmin.lab.data.digits import load_digits
 
 images, labels = load_digits()  # 1,797 handwritten digits of 8 x 8 pixels, embedded in flatmin
@@ -73,12 +73,22 @@ def main(plots: Path | None = None) -> dict[str, float]:
     # --8<-- [end:compare]
 
     # --8<-- [start:choose]
-    errors = {rho: error(train(rho)[0], x_val, y_val) for rho in (0.05, 0.1, 0.2, 0.5, 1.0)}
-    for rho, value in errors.items():
-        print(f"rho {rho}: validation error {value:.1%}")
+    model = make_model()
+    opt = SAM(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model=model)
+    batches = list(zip(x_train.split(50), y_train.split(50), strict=True))
+    suggestion = suggest_rho(opt, lambda x, y: loss_fn(model(x), y), batches)
+    print(suggestion)
+
+    models = {factor: train(factor * suggestion.rho)[0] for factor in (0.25, 0.5, 1.0)}
+    errors = {factor: error(model, x_val, y_val) for factor, model in models.items()}
+    for factor, value in errors.items():
+        print(
+            f"rho {factor * suggestion.rho:.2f}: training error {error(models[factor], x_train, y_train):.1%}, ", end=""
+        )
+        print(f"validation error {value:.1%}")
     best = min(errors, key=errors.get)
-    sam, _ = train(best)
-    print(f"SAM with rho {best}: training error {error(sam, x_train, y_train):.1%}, ", end="")
+    sam = models[best]
+    print(f"SAM with rho {best * suggestion.rho:.2f}: training error {error(sam, x_train, y_train):.1%}, ", end="")
     print(f"test error {error(sam, x_test, y_test):.1%}")
     # --8<-- [end:choose]
 

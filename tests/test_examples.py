@@ -1,4 +1,4 @@
-"""Every example runs, and what it trains is SAM: the weights are those of two passes written out by hand."""
+"""Every example runs, and what it trains is SAM: the weights are as after two passes written out by hand."""
 
 import copy
 import os
@@ -80,7 +80,7 @@ def momentum_sgd(model):
     ("train", "settings", "clip"),
     [
         ("train_with_autocast", {}, None),
-        # The scale is a power of 2, so that it changes no digit of the gradients.
+        # The scale is a power of 2 and changes no digit of the gradients.
         ("train_with_scaler", {"max_norm": 0.5}, 0.5),
     ],
 )
@@ -282,7 +282,7 @@ if dist.get_rank() == 0:
         own_base.step()
     for saved, reference in [(closure, own), (perturbed, own), (shared, same)]:
         assert max((saved[name] - t).abs().max().item() for name, t in reference.state_dict().items()) < 1e-6
-    assert difference(own, same) > 1e-5  # so that neither passes for the other
+    assert difference(own, same) > 1e-5  # neither passes for the other
 
 
 def test_fsdp2(tmp_path):

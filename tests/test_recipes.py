@@ -1,8 +1,12 @@
-"""What docs/recipes.md and docs/tutorial.md claim of other libraries holds."""
+"""The recipes of docs/recipes.md train with SAM, and what it and docs/tutorial.md say of other libraries holds."""
 
 import copy
+import re
 import runpy
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,8 +15,10 @@ from torch import nn
 
 import flatmin.lab.data.torchvision_operators  # noqa: F401  (timm and peft import torchvision)
 from flatmin import SAM
+from test_examples import by_hand, cross_entropy
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
 pytestmark = pytest.mark.filterwarnings(r"ignore:.*(LeafSpec|torch\.jit|pin_memory).*")
 
 
@@ -43,6 +49,38 @@ def test_tutorial():
     assert result["SAM eigenvalue"] < result["SGD eigenvalue"] / 2
 
 
+def blocks(heading, language="python"):
+    """Return the code blocks of a section of the recipes."""
+    (section,) = re.findall(rf"^## {heading}$(.*?)(?=^## |\Z)", (ROOT / "docs/recipes.md").read_text(), re.M | re.S)
+    return re.findall(rf"^```{language}\n(.*?)^```", section, re.M | re.S)
+
+
+def run_recipe(heading, index=0, **names):
+    names |= {"SAM": SAM, "torch": torch, "nn": nn, "partial": partial}
+    exec(blocks(heading)[index], names)
+    return SimpleNamespace(**names)
+
+
+def make_dropout_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 3))
+
+
+def assert_same(model, reference):
+    for (name, p), q in zip(model.state_dict().items(), reference.state_dict().values(), strict=True):
+        torch.testing.assert_close(p, q, msg=name)
+
+
+def train_by_hand(steps, rho=0.05, clip=None, scale=1.0, make_base=torch.optim.SGD, lr=0.1, **settings):
+    """Take steps on lists of batches, with the sum of their scaled losses; noise begins at seed 1."""
+    reference = make_dropout_model()
+    base = make_base(reference.parameters(), lr=lr, **settings)
+    torch.manual_seed(1)
+    for batches in steps:
+        by_hand(reference, base, batches, lambda m, b: cross_entropy(m, b, scale), rho=rho, clip=clip)
+    return reference
+
+
 def test_skorch():
     skorch = example("skorch_net")
     net = skorch["main"](num_epochs=2)
@@ -50,10 +88,13 @@ def test_skorch():
     opt = SAM(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), rho=0.1, model=model)
     x, y = skorch["make_data"]()
     for _ in range(2):
-        for i in range(0, 96, 32):
-            sam_step(opt, model, x[i : i + 32], y[i : i + 32])
-    for p, q in zip(net.module_.state_dict().values(), model.state_dict().values(), strict=True):
-        torch.testing.assert_close(p, q)
+        losses = [sam_step(opt, model, x[i : i + 32], y[i : i + 32]).item() for i in range(0, 96, 32)]
+    assert_same(net.module_, model)
+    assert net.history[-1, "train_loss"] == pytest.approx(np.mean(losses), rel=1e-5)  # at w
+    net.set_params(rho=0.2)
+    assert net.optimizer_.rho == 0.2
+    net.set_params(rho=0.3).partial_fit(x, y)
+    assert net.optimizer_.metrics.perturbation_norm == pytest.approx(0.3)
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # timm leaves files to the garbage collector
@@ -72,6 +113,277 @@ def test_timm(tmp_path):
     # The same noise, batches and running statistics up to the first step; other weights after it.
     assert any(not torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
     assert {int(m.num_batches_tracked) for m in model.modules() if isinstance(m, nn.BatchNorm2d)} == {2}
+
+
+def test_timm_diff_leads_to_the_example():
+    lines = (EXAMPLES / "timm_loop.py").read_text().splitlines()
+    hunks = blocks("timm", "diff")
+    assert len(hunks) == 3
+    for hunk in hunks:
+        after = [line[1:] for line in hunk.splitlines()]
+        assert any(lines[i : i + len(after)] == after for i in range(len(lines))), hunk
+
+
+def test_accelerate_accumulation():
+    """8 batches in steps of 3: the last has 2, divided by 3 as Accelerate does."""
+    from accelerate import Accelerator
+
+    x, y = make_data()
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=4)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    sam = SAM(torch.optim.SGD((inner := make_dropout_model()).parameters(), lr=0.1), rho=0.05)
+    model, opt, loader = accelerator.prepare(inner, sam, data)
+    sam.model = model
+    torch.manual_seed(1)
+    loss_fn = nn.functional.cross_entropy
+    run_recipe("Accelerate", 1, accelerator=accelerator, model=model, opt=opt, sam=sam, loader=loader, loss_fn=loss_fn)
+    micro_batches = list(zip(x.split(4), y.split(4), strict=True))
+
+    def steps():
+        iter(data)  # which draws a seed
+        yield from (micro_batches[i : i + 3] for i in (0, 3, 6))
+
+    assert_same(inner, train_by_hand(steps(), scale=1 / 3))
+
+
+def test_fastai():
+    """A learner with the events of fastai's, in their order."""
+
+    class Callback:
+        def __getattr__(self, name):
+            return getattr(self.learn, name)
+
+    class Learner:
+        def __init__(self, dls, model, loss_func, opt_func, cbs):
+            self.dls, self.model, self.loss_func, self.opt_func, self.cbs = dls, model, loss_func, opt_func, cbs
+            self.training = True
+            for callback in cbs:
+                callback.learn = self
+
+        def fit(self, lr):
+            self.opt = self.opt_func(self.model.parameters(), lr=lr)
+            for x, y in self.dls:
+                torch.rand(1)  # an augmentation
+                self.xb, self.yb = (x,), (y,)
+                self.cbs[0].before_batch()
+                self.loss_func(self.model(x), y).backward()
+                self.cbs[0].before_step()
+                self.opt.step()
+                self.opt.zero_grad()
+
+    def wrapper(params, opt, **settings):
+        built = opt(params, **settings)
+        return SimpleNamespace(opt=built, zero_grad=built.zero_grad, step=built.step)
+
+    model, batch = make_dropout_model(), make_data()
+    names = {"Callback": Callback, "Learner": Learner, "OptimWrapper": wrapper, "model": model, "dls": [batch, batch]}
+    learner = run_recipe("fastai", loss_fn=nn.functional.cross_entropy, **names).learner
+    torch.manual_seed(1)
+    learner.fit(lr=0.1)
+
+    def steps():
+        for _ in range(2):
+            torch.rand(1)
+            yield [batch]
+
+    assert_same(model, train_by_hand(steps(), momentum=0.9))
+
+
+def test_mmengine():
+    """A model and an optimizer wrapper with the methods of MMEngine's."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = make_dropout_model()
+
+        def data_preprocessor(self, data, training):
+            return {"x": data[0], "y": data[1]}
+
+        def _run_forward(self, data, mode):
+            return {"loss_cls": nn.functional.cross_entropy(self.net(data["x"]), data["y"])}
+
+        def parse_losses(self, losses):
+            return sum(losses.values()), losses
+
+    class OptimWrapper:
+        def __init__(self, optimizer):
+            self.optimizer, self.zero_grad = optimizer, optimizer.zero_grad
+
+        def optim_context(self, model):
+            return nullcontext()
+
+        def backward(self, loss):
+            loss.backward()
+
+        def step(self):
+            nn.utils.clip_grad_norm_(self.optimizer.param_groups[0]["params"], 0.1)
+            self.optimizer.step()
+
+    registry = SimpleNamespace(register_module=lambda: lambda function: function)
+    recipe = run_recipe("MMEngine", Model=Model, OPTIMIZERS=registry)
+    model, batch = recipe.SAMModel(), make_data()
+    wrapper = OptimWrapper(recipe.SAMSGD(model.parameters(), lr=0.1))
+    torch.manual_seed(1)
+    for _ in range(2):
+        model.train_step(batch, wrapper)
+    assert_same(model.net, train_by_hand([[batch], [batch]], clip=0.1))
+
+
+def test_ultralytics():
+    """A trainer with the loop of Ultralytics': accumulation, a scaler, and zeroing after the step."""
+
+    class Detector(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = make_dropout_model()
+
+        def forward(self, batch):
+            loss = nn.functional.cross_entropy(self.net(batch["img"]), batch["cls"])
+            return loss[None], {"cls": loss.detach()}
+
+    class DetectionTrainer:
+        device, amp = torch.device("cpu"), False
+
+        def __init__(self, overrides):
+            self.model, self.scaler = Detector(), torch.amp.GradScaler("cpu", init_scale=1024.0)
+            self.optimizer = self.build_optimizer(self.model, lr=0.1)
+            detectors.append(self.model)
+            torch.manual_seed(1)
+
+        def build_optimizer(self, model, lr):
+            return torch.optim.SGD(model.parameters(), lr=lr)
+
+        def preprocess_batch(self, batch):
+            return {"img": batch["img"] * 2, "cls": batch["cls"]}
+
+        def train(self):
+            for i, batch in enumerate(batches):
+                batch = self.preprocess_batch(batch)
+                loss, _ = self.model(batch)
+                self.scaler.scale(loss.sum()).backward()
+                if i in (1, 4):
+                    self.optimizer_step()
+
+        def optimizer_step(self):
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), max_norm=0.5)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad()
+
+    x, y = make_data()
+    batches = [{"img": a, "cls": b} for a, b in zip(x.split(6), y.split(6), strict=True)][:5]
+    detectors = []
+    run_recipe("Ultralytics", DetectionTrainer=DetectionTrainer)
+    steps = [[(2 * b["img"], b["cls"]) for b in group] for group in (batches[:2], batches[2:])]
+    assert_same(detectors[0].net, train_by_hand(steps, clip=0.5))
+
+
+def test_cleanrl():
+    x, y = make_data()
+    minibatches = list(zip(x.split(8), y.split(8), strict=True))
+    agent = make_dropout_model()
+    torch.manual_seed(1)
+
+    def ppo_loss(agent, minibatch):
+        return nn.functional.cross_entropy(agent(minibatch[0]), minibatch[1])
+
+    names = {"agent": agent, "minibatches": minibatches, "ppo_loss": ppo_loss, "max_grad_norm": 0.5}
+    run_recipe("CleanRL and stable-baselines3", **names)
+    adam = {"make_base": torch.optim.Adam, "lr": 2.5e-4, "eps": 1e-5}
+    assert_same(agent, train_by_hand([[batch] for batch in minibatches], rho=0.01, clip=0.5, **adam))
+
+
+def test_diffusion():
+    x, _ = make_data()
+
+    class Denoiser(nn.Linear):
+        def forward(self, x, t):
+            return super().forward(x)
+
+    def add_noise(x, noise, t):
+        return x + t[:, None] * noise / 10
+
+    def backward(model, x):
+        t = torch.randint(0, 10, (len(x),))
+        noise = torch.randn_like(x)
+        nn.functional.mse_loss(model(add_noise(x, noise, t), t), noise).backward()
+
+    model = Denoiser(6, 6)
+    reference = copy.deepcopy(model)
+    opt = SAM(torch.optim.SGD(model.parameters(), lr=0.1), rho=0.05, model=model)
+    ema = torch.optim.swa_utils.AveragedModel(model)
+    torch.manual_seed(1)
+    run_recipe("Diffusion", model=model, opt=opt, ema=ema, x=x, num_steps=10, add_noise=add_noise)
+    torch.manual_seed(1)
+    by_hand(reference, torch.optim.SGD(reference.parameters(), lr=0.1), [x], backward, rho=0.05)
+    assert_same(model, reference)
+    assert_same(ema.module, reference)
+
+
+def test_negative_sampling():
+    """At a tiny radius both passes have the same loss, though the negatives come from NumPy's generator."""
+    features, _ = make_data()
+    edges = torch.tensor([[0, 1, 2, 3], [4, 5, 6, 7]])
+    torch.manual_seed(0)
+    layer = nn.Linear(6, 4)
+
+    def negative_sampling(edges, num_nodes):
+        return torch.from_numpy(np.random.randint(0, num_nodes, edges.shape))  # noqa: NPY002
+
+    def link_loss(z, edges, negatives):
+        scores = [(z[e[0]] * z[e[1]]).sum(dim=1) for e in (edges, negatives)]
+        return nn.functional.softplus(-scores[0]).mean() + nn.functional.softplus(scores[1]).mean()
+
+    opt = SAM(torch.optim.SGD(layer.parameters(), lr=0.1), rho=1e-6)
+    names = {"encoder": lambda x, edges: layer(x), "features": features, "edges": edges, "link_loss": link_loss}
+    run_recipe("Graphs with negative sampling", opt=opt, negative_sampling=negative_sampling, **names)
+    assert abs(opt.metrics.sharpness) < 1e-5
+
+
+def test_queue_and_teacher():
+    """Both passes see the queue and the teacher of the last step, and each is updated once, at w."""
+
+    class Queue(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("keys", torch.ones(4, 3))
+
+        def push(self, keys):
+            self.keys.copy_(torch.cat([keys[:2], self.keys[:-2]]))
+
+    def contrastive_loss(queries, keys, negatives):
+        logits = torch.cat([(queries * keys).sum(dim=1, keepdim=True), queries @ negatives.T], dim=1)
+        return nn.functional.cross_entropy(logits, torch.zeros(len(queries), dtype=torch.long))
+
+    @torch.no_grad()
+    def update_teacher(teacher, student, momentum):
+        teacher.weight.lerp_(student.weight, 1 - momentum)
+
+    torch.manual_seed(0)
+    student, teacher, queue = nn.Linear(6, 3, bias=False), nn.Linear(6, 3, bias=False), Queue()
+    before = student.weight.detach().clone(), teacher.weight.detach().clone()
+    x_1, _ = make_data()
+    x_2 = x_1 + 0.1
+    names = {"x_1": x_1, "x_2": x_2, "student": student, "teacher": teacher, "queue": queue}
+    recipe = run_recipe(
+        "Self-supervised learning: a queue or a teacher",
+        contrastive_loss=contrastive_loss,
+        update_teacher=update_teacher,
+        **names,
+    )
+    keys = x_2 @ before[1].T
+
+    def gradient(weight):
+        weight = weight.clone().requires_grad_()
+        return torch.autograd.grad(contrastive_loss(x_1 @ weight.T, keys, torch.ones(4, 3)), weight)[0]
+
+    g = gradient(before[0])
+    torch.testing.assert_close(student.weight.detach(), before[0] - 0.1 * gradient(before[0] + 0.05 * g / g.norm()))
+    torch.testing.assert_close(teacher.weight.detach(), before[1] + 0.01 * (before[0] - before[1]))
+    torch.testing.assert_close(queue.keys, torch.cat([keys[:2], torch.ones(2, 3)]))
+    assert recipe.opt.metrics.sharpness > 0
 
 
 def test_lora_perturbs_the_adapters_alone():

@@ -1,24 +1,25 @@
 """The command ``flatmin``: demo, train, reproduce, report, collect, list, show, measure.
 
 Exit codes: 0 done; 1 internal error; 2 wrong command, setting, model or run, or out of memory; 3 data missing or
-corrupt; 4 writing failed; 5 the loss diverged; 128 + n stopped by signal n (130 Ctrl-C, 143 SIGTERM).
+corrupt; 4 a file cannot be written or read; 5 the loss diverged; 128 + n stopped by signal n (130 Ctrl-C, 143 SIGTERM).
 """
 
-import errno
+import dataclasses
 import os
 import platform
 import signal
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 
 try:
     import tyro
-    from rich.console import Console
     from rich.text import Text
+
+    from flatmin.lab.commands.console import SafeConsole
 except ImportError as missing:  # pragma: no cover (the tests have them)
     sys.exit(f"flatmin's command line needs the extra `lab` ({missing.name} is missing): pip install 'flatmin[lab]'")
 
@@ -46,8 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"flatmin {flatmin.__version__} (torch {torch.__version__}, Python {platform.python_version()})")
         return 0
     # Paths and messages are never markup: `pip install 'flatmin[ray]'`.
-    console = _Console(soft_wrap=not sys.stdout.isatty(), markup=False, emoji=False)
-    errors = Console(stderr=True, soft_wrap=True, highlight=False, markup=False, emoji=False)
+    console = SafeConsole(soft_wrap=not sys.stdout.isatty(), markup=False, emoji=False)
+    errors = SafeConsole(stderr=True, soft_wrap=True, highlight=False, markup=False, emoji=False)
 
     def say(kind: str, style: str, message: object) -> None:
         errors.print(Text.assemble((f"{kind}:", style), f" {message}"))
@@ -79,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
 
 
-def _run(arguments: Sequence[str], console: Console) -> None:
+def _run(arguments: Sequence[str], console: SafeConsole) -> None:
     # Not at the top: a Ctrl-C while they are imported is one like any other.
     from flatmin.lab.commands.collect import Collect
     from flatmin.lab.commands.demo import Demo
@@ -100,11 +101,35 @@ def _run(arguments: Sequence[str], console: Console) -> None:
         "show": Show,
         "measure": Measure,
     }
+    _check_switches(arguments, commands.get(arguments[0]) if arguments else None)
     markers = (tyro.conf.OmitArgPrefixes,) if arguments[:1] == ["measure"] else ()
     command = tyro.extras.subcommand_cli_from_dict(
         commands, prog="flatmin", description=DESCRIPTION, args=arguments, config=markers
     )
+    if not isinstance(command, Train):  # it saves first; the others have nothing to save, and pools to close
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     command.run(console)
+
+
+def _check_switches(arguments: Sequence[str], command: Any) -> None:
+    """Raise a SpecError for a switch with a value, of which tyro would only say the value."""
+    switches = _switches(command) if dataclasses.is_dataclass(command) else {}
+    for flag, equals, value in (word.partition("=") for word in arguments):
+        opposite = switches.get(flag.replace("_", "-"))
+        if equals and opposite is not None:
+            raise SpecError(f"{flag} is a switch without a value; got {value!r}. Use {flag} or {opposite}.")
+
+
+def _switches(kind: Any, prefix: str = "") -> dict[str, str]:
+    """Return each switch of a command with its opposite."""
+    found: dict[str, str] = {}
+    for name, hint in get_type_hints(kind).items():
+        if hint is bool:
+            word = name.replace("_", "-")
+            found |= {f"--{prefix}{word}": f"--{prefix}no-{word}", f"--{prefix}no-{word}": f"--{prefix}{word}"}
+        elif dataclasses.is_dataclass(hint):
+            found |= _switches(hint, "" if name == "experiment" else f"{name}.")
+    return found
 
 
 def _explain(error: Exception) -> tuple[int, str]:
@@ -115,8 +140,8 @@ def _explain(error: Exception) -> tuple[int, str]:
     text = str(error)
     if isinstance(error, MemoryError) or "out of memory" in text or "can't allocate memory" in text:
         return 2, f"Out of memory ({text.splitlines()[0] if text else type(error).__name__}). {OUT_OF_MEMORY}"
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EBADF, errno.EIO):
-        return 4, f"The output cannot be written: {error}."
+    if isinstance(error, OSError):
+        return 4, f"{f'{error.filename}: ' if error.filename else ''}{error.strerror or text}."
     return 1, text
 
 
@@ -138,11 +163,6 @@ def _discard_output() -> None:
         sys.stdout.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-class _Console(Console):
-    def on_broken_pipe(self) -> None:
-        raise BrokenPipeError
 
 
 if __name__ == "__main__":

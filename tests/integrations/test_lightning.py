@@ -1,4 +1,4 @@
-"""SAM as a callback of Lightning, against plain loops with SAM."""
+"""SAM as a callback of Lightning, compared with plain loops."""
 
 import copy
 import os
@@ -67,7 +67,7 @@ def test_trains_as_a_plain_loop_does(settings, clip):
     expected, _ = plain_loop(clip=clip, **settings)
     assert difference(model.net.state_dict(), expected) < 1e-6
     without, _ = plain_loop(rho=0.0, clip=clip)
-    assert difference(without, expected) > 1e-4  # so that a callback that does nothing would be seen
+    assert difference(without, expected) > 1e-4  # a callback that does nothing would be seen
 
 
 def test_values_are_logged_once_and_at_w():
@@ -206,7 +206,7 @@ class Recording(lightning_cases.Classifier):
     ids=str,
 )
 def test_a_module_records_every_example_once_and_at_w(settings):
-    """With lr = 0 the records are those of plain training; the part and the rest of a batch are recorded apart."""
+    """With lr = 0 the records are the same as in plain training; part and rest are recorded apart."""
 
     def no_step(params):
         return torch.optim.SGD(params, lr=0.0, momentum=0.9)
@@ -235,6 +235,35 @@ def test_a_module_records_every_example_once_and_at_w(settings):
     assert module.accuracy.compute() == plain.accuracy.compute()
     if exact:
         assert trainer.callback_metrics["loss"] == plain_trainer.callback_metrics["loss"]
+
+
+class Distilling(lightning_cases.Classifier):
+    """Moves a teacher and fills a queue inside ``training_step``, as many modules for self-supervised learning do."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+        self.register_buffer("queue", torch.zeros(4, 3))
+        self.make_optimizer = lambda _: torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            for p, q in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+                p.lerp_(q, 0.5)
+            targets = self.teacher(batch[0])
+        outputs = self.net(batch[0])
+        loss = (outputs - targets).square().mean() + (outputs @ self.queue.clone().T).square().mean()
+        self.queue.copy_(torch.cat([targets[:2], self.queue[:2]]))
+        return loss + loss_fn(outputs, batch[1])
+
+
+def test_teachers_and_queues_move_once_per_step():
+    """With a tiny radius they move as in plain training, and the loss at w + eps is the loss at w."""
+    modules = {}
+    for rho in (0.0, 1e-7):
+        modules[rho], trainer = lightning_cases.fit(SAMCallback(rho=rho), Distilling(), max_epochs=1)
+    assert abs(trainer.optimizers[0].metrics.sharpness) < 1e-5
+    assert difference(modules[0.0].state_dict(), modules[1e-7].state_dict()) < 1e-5
 
 
 @pytest.mark.parametrize("clip", [None, 0.1])
@@ -296,6 +325,33 @@ def test_auto_under_a_gradient_scaler():
     assert radii[1] == pytest.approx(radii[0], rel=0.02)
 
 
+class Noisy(lightning_cases.Classifier):
+    """Draws from a generator of its own, which SAM does not replay."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(0)
+
+    def training_step(self, batch, batch_idx):
+        noise = torch.randn(batch[0].shape, generator=self.generator)
+        return super().training_step([batch[0] + noise, batch[1]], batch_idx)
+
+
+def test_check_names_what_cannot_be_repeated():
+    with pytest.raises(ValueError, match=r"generator: a generator of its own"):
+        lightning_cases.fit(SAMCallback(rho=0.1, check=True), Noisy())
+    with pytest.raises(ValueError, match="check=True needs automatic optimization"):
+        lightning_cases.fit(SAMCallback(check=True), Unadapted())
+
+
+@pytest.mark.parametrize("module", [lightning_cases.Classifier, Recording, Distilling])
+def test_check_accepts_what_can_be_repeated_and_changes_nothing(module):
+    plain, _ = lightning_cases.fit(SAMCallback(rho=0.1), module(), max_epochs=1)
+    checked, trainer = lightning_cases.fit(SAMCallback(rho=0.1, check=True), module(), max_epochs=1)
+    assert difference(plain.state_dict(), checked.state_dict()) == 0
+    assert trainer.global_step == 3
+
+
 def test_a_checkpoint_with_another_radius_is_reported(tmp_path):
     _, trainer = lightning_cases.fit(SAMCallback(rho=0.2), max_epochs=1)
     trainer.save_checkpoint(tmp_path / "run.ckpt")
@@ -337,7 +393,7 @@ def test_ddp(tmp_path):
         timeout=180,
     )
     assert done.returncode == 0, done.stderr
-    # Statistics of batch norm are those of the first worker.
+    # Statistics of batch norm are the first worker's.
     data = [list(lightning_cases.make_data(sampler=range(rank, 24, 2))) for rank in range(2)]
     for name, part in {"whole": 1.0, "part": 0.5}.items():
         net = lightning_cases.Classifier().net

@@ -1,4 +1,4 @@
-"""SAM in the Hugging Face Trainer, against plain loops with SAM."""
+"""SAM in the Hugging Face Trainer, compared with plain loops."""
 
 import copy
 import os
@@ -6,8 +6,10 @@ import socket
 import subprocess
 import sys
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers_cases as cases
@@ -76,7 +78,7 @@ def test_trains_as_a_plain_loop_does(sam, clip):
 
 
 def test_accumulation_of_language_models_counts_every_token_once():
-    """With a part, the plain gradient is that of all tokens, however many each example has."""
+    """With a part, the plain gradient is over all tokens, however many each example has."""
     settings = {"language_model": True, "gradient_accumulation_steps": 3, "lr_scheduler_type": "constant"}
     weights = {}
     for name, sam in {
@@ -198,6 +200,35 @@ def test_inputs_are_prepared_and_losses_recorded_once_per_step(sam):
     assert "_prepare_inputs" not in vars(trainer)
     # The second pass begins with the counts that the first one began with, so it has the same loss.
     assert max(abs(entry["sharpness"]) for entry in trainer.state.log_history if "loss" in entry) < 1e-5
+
+
+def test_noise_of_numpy_is_the_same_in_both_passes():
+    """Speech models mask their input with NumPy's generator (SpecAugment)."""
+
+    class Masking(SAMTrainer):
+        def compute_loss(self, model, inputs, **kwargs):
+            ids = inputs["input_ids"]
+            mask = torch.from_numpy(np.random.rand(*ids.shape) < 0.5)  # noqa: NPY002
+            return super().compute_loss(model, {**inputs, "input_ids": ids.masked_fill(mask, 0)}, **kwargs)
+
+    trainer = cases.make_trainer({"rho": 1e-7}, Masking)
+    trainer.train()
+    assert max(abs(entry["sharpness"]) for entry in trainer.state.log_history if "loss" in entry) < 1e-5
+
+
+def test_check_names_what_cannot_be_repeated():
+    class Noisy(Recording):
+        def compute_loss(self, model, inputs, **kwargs):
+            return super().compute_loss(model, inputs, **kwargs) * (1 + generator.random())
+
+    generator = np.random.default_rng(0)
+    with pytest.raises(ValueError, match="check=True: The pass is not repeatable"):
+        cases.make_trainer({"rho": 0.1}, partial(Noisy, check=True)).train()
+    trainers = [cases.make_trainer({"rho": 0.1}, partial(Recording, check=check), dropout=0.1) for check in (0, 1)]
+    for trainer in trainers:
+        torch.manual_seed(0)
+        trainer.train()
+    assert difference(*(trainer.model.state_dict() for trainer in trainers)) == 0
 
 
 def test_training_goes_on_where_it_was_interrupted():

@@ -327,6 +327,17 @@ def test_a_file_that_is_no_cache_is_refused_and_left_alone(tmp_path):
         loss_landscape(*counting_case(), points=3, cache=tmp_path)
 
 
+@pytest.mark.parametrize("change", ["another number", "huge", "twice"])
+def test_a_point_that_was_edited_is_measured_again(change, tmp_path):
+    case, path = counting_case(), tmp_path / "cache"
+    expected = loss_landscape(*case, points=3, cache=path)
+    *lines, last = path.read_text().splitlines()
+    *index, loss, accuracy, checksum = json.loads(last)
+    wrong = json.dumps([*index, 1e308 if change == "huge" else loss + 0.1, accuracy, checksum])
+    path.write_text("\n".join([*lines, *([last, wrong] if change == "twice" else [wrong])]) + "\n")
+    np.testing.assert_array_equal(loss_landscape(*case, points=3, cache=path).loss, expected.loss)
+
+
 def test_the_cache_is_plain_text(tmp_path):
     path = tmp_path / "cache"
     loss_landscape(*counting_case(), points=3, cache=path)

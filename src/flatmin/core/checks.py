@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 DEFAULT_ETA = 0.01  # Kwon et al. (2021)
+FIND_RHO = "To find the scale: opt.rho = flatmin.suggest_rho(opt, loss_fn, loader).rho."
 MIGRATION = (
     "Write SAM(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), rho=0.05, model=model), and "
     "opt.step(closure), or two visible passes with `with opt.perturbed():`. See the docs, page Migrating."
@@ -29,10 +30,10 @@ def check_p(p: float) -> float:
 def check_rho(rho: float, name: str = "rho") -> float:
     """Return rho as a float, or raise if it is not the radius of a ball."""
     if not _is_number(rho):
-        raise TypeError(f"{name} must be a number, got {rho!r} of type {type(rho).__name__}.")
+        raise TypeError(f"{name} must be a number, got {rho!r} of type {type(rho).__name__}. {FIND_RHO}")
     if not (rho >= 0 and math.isfinite(rho)):
         raise ValueError(
-            f"{name} must be finite and not negative, got {rho!r}. Good values are 0.01 to 0.5; start at 0.05."
+            f"{name} must be finite and not negative, got {rho!r}. Good values are 0.01 to 0.5. {FIND_RHO}"
         )
     return float(rho)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from flatmin.core.check_pass import check_pass
 from flatmin.core.checks import shares_of
 from flatmin.core.optimizer_wrapper import with_own_hooks
 from flatmin.core.rho_finder import suggest_rho
@@ -44,7 +45,7 @@ class DeferredSAM(SAM):
         rest: Callable[[], Any] | None = None,
         weights: Sequence[float] | None = None,
     ) -> Tensor | None:
-        """Run all passes of a step, and return its loss; the arguments are those of :meth:`flatmin.SAM.step`."""
+        """Run all passes of a step, and return its loss; the arguments are as in :meth:`flatmin.SAM.step`."""
         self._state.marks.revoke_step()
         if rest is None:
             loss = self._closure_gradient(closure)
@@ -137,6 +138,13 @@ def check_base(base: Optimizer) -> None:
         raise TypeError(
             "The optimizer is a SAM already, and would be wrapped in another one. Return its base optimizer instead."
         )
+
+
+def require_repeatable(sam: SAM, run: Callable[[], Any]) -> None:
+    """Raise if a pass cannot be repeated. What it changes besides is not reported: models fill caches at first."""
+    check = check_pass(sam, run)
+    if not check:
+        raise ValueError(f"check=True: {check}")
 
 
 def warn_if_rho_differs(sam: SAM, rho: float) -> None:

@@ -8,8 +8,15 @@ from torch.optim import Optimizer
 
 from flatmin.core.batch_split import split_batch
 from flatmin.core.sam import SAM
-from flatmin.integrations.deferred_step import DeferredSAM, RhoSearch, check_base, check_settings, warn_if_rho_differs
-from flatmin.integrations.records import RecordedPass, Records, recording_modules
+from flatmin.integrations.deferred_step import (
+    DeferredSAM,
+    RhoSearch,
+    check_base,
+    check_settings,
+    require_repeatable,
+    warn_if_rho_differs,
+)
+from flatmin.integrations.records import RecordedPass, UnrecordedPass, recording_modules
 
 try:
     import lightning.pytorch as pl
@@ -35,10 +42,12 @@ class SAMCallback(pl.Callback):
     Args:
         rho: the radius, as of :class:`flatmin.SAM`; "auto" measures it on the first eight batches, as
             :func:`flatmin.suggest_rho` does, at one more gradient in each of these steps.
-        part: the share of each batch that SAM is applied to; the rest takes a plain pass, so that a step costs
+        part: the share of each batch that SAM is applied to; the rest takes a plain pass, so a step costs
             1 + part passes. Batches must be a tensor, or a tuple, list or dict of tensors; ``training_step`` must
             return the mean loss. What it logs comes from the rest.
         log: whether to log ``sharpness`` and ``grad_norm``.
+        check: whether to check at the first step that the pass can be repeated, with :func:`flatmin.check_pass`.
+            Needs automatic optimization.
         **settings: all other settings of :class:`flatmin.SAM`, such as ``adaptive=True``.
 
     Raises:
@@ -47,10 +56,16 @@ class SAMCallback(pl.Callback):
     """
 
     def __init__(
-        self, rho: float | Literal["auto"] = 0.05, *, part: float = 1.0, log: bool = True, **settings: Any
+        self,
+        rho: float | Literal["auto"] = 0.05,
+        *,
+        part: float = 1.0,
+        log: bool = True,
+        check: bool = False,
+        **settings: Any,
     ) -> None:
         self.settings = check_settings({"rho": rho, "part": part, **settings})
-        self.rho, self.part, self.log_metrics = rho, part, log
+        self.rho, self.part, self.log_metrics, self.check = rho, part, log, check
         self.optimizers: list[SAM] = []
         self._piece: Any | None = None  # what training_step sees in place of the batch
         self._is_silent = False  # training_step does not log
@@ -66,6 +81,8 @@ class SAMCallback(pl.Callback):
             )
         if self.rho == "auto" and not automatic:
             raise ValueError('rho="auto" needs automatic optimization. Use flatmin.suggest_rho, and pass a number.')
+        if self.check and not automatic:
+            raise ValueError("check=True needs automatic optimization. Call flatmin.check_pass in training_step.")
         self.optimizers = [self._wrap(opt, trainer.model, automatic) for opt in trainer.strategy.optimizers]
         trainer.strategy.optimizers = list(self.optimizers)  # the setter makes Lightning's wrappers
         if automatic:
@@ -73,6 +90,7 @@ class SAMCallback(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Compare the radius with the checkpoint's, which has been restored by now."""
+        self._is_checked = not self.check
         for sam in self.optimizers:
             if self.rho == "auto":
                 self._search = RhoSearch(sam)
@@ -133,7 +151,7 @@ class SAMCallback(pl.Callback):
         self._batch: Any = batch if self.part < 1 else None
 
     def _compute_gradient(self, sam: Any, closure: Any, pl_module: pl.LightningModule) -> Any:
-        """Run SAM's passes; Lightning reads the outputs of ``training_step`` from its closure, those of w are left."""
+        """Run SAM's passes; Lightning reads the outputs of ``training_step`` from its closure, and gets those at w."""
         outputs = None
 
         def run(piece: Any | None, silent: bool) -> Any:
@@ -161,11 +179,13 @@ class SAMCallback(pl.Callback):
         split = split_batch(self._batch, self.part, None) if self.part < 1 else None
         part = None if split is None else split.micro_batches[0]
         try:
+            silent_pass = UnrecordedPass(lambda: run(part, silent=True), modules)
+            if not self._is_checked:
+                require_repeatable(sam, silent_pass)
+                self._is_checked = True
             if self.rho == "auto":
-                records = Records(modules)
                 scaler = getattr(pl_module.trainer.precision_plugin, "scaler", None)
-                self._search.measure(lambda: run(part, silent=True), scaler)
-                records.restore()
+                self._search.measure(silent_pass, scaler)
             if split is None or split.rest is None or not sam.needs_perturbed_pass:
                 loss = sam.compute_gradient(pass_on(None))
             else:

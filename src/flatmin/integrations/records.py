@@ -55,6 +55,23 @@ class Records:
             state.copy_(value)
 
 
+class UnrecordedPass:
+    """A pass that leaves no records. It has no ``__dict__``: ``check_pass`` looks at the model, not at the trainer."""
+
+    __slots__ = ("_owners", "_run")
+
+    def __init__(self, run: Callable[[], Any], owners: Iterable[object]) -> None:
+        self._run, self._owners = run, list(owners)
+
+    def __call__(self) -> Any:
+        """Run the pass."""
+        before = Records(self._owners)
+        try:
+            return self._run()
+        finally:
+            before.restore()
+
+
 class RecordedPass:
     """A pass that leaves the records of its first run: later ones start where it started, and leave none.
 

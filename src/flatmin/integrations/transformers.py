@@ -10,8 +10,15 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from flatmin.core.batch_split import split_batch
-from flatmin.integrations.deferred_step import DeferredSAM, RhoSearch, check_base, check_settings, warn_if_rho_differs
-from flatmin.integrations.records import RecordedPass, Records
+from flatmin.integrations.deferred_step import (
+    DeferredSAM,
+    RhoSearch,
+    check_base,
+    check_settings,
+    require_repeatable,
+    warn_if_rho_differs,
+)
+from flatmin.integrations.records import RecordedPass, UnrecordedPass
 
 Inputs = Mapping[str, Any]
 _Trainer: Any = Trainer if TYPE_CHECKING else object
@@ -36,22 +43,24 @@ class SAMMixin(_Trainer):
     metrics, say) is recorded once, at w.
 
     The training logs have two more values: ``sharpness``, the loss at w + eps minus that at w in the last step, and
-    ``sam_grad_norm``, the norm of the gradient at w. ``grad_norm`` is that of SAM's gradient, which is clipped.
+    ``sam_grad_norm``, the norm of the gradient at w. ``grad_norm`` is the norm of SAM's gradient, which is clipped.
 
     Args:
         sam: the settings of :class:`flatmin.SAM`, such as ``{"rho": 0.05, "p": 2}``; ``"rho": "auto"`` measures the
             radius in the first eight steps, as :func:`flatmin.suggest_rho` does, at one more gradient in each. And
             ``part``: the share of each micro-batch that SAM is applied to. Inputs must then be tensors of examples.
+        check: whether to check at the first step that the pass can be repeated, with :func:`flatmin.check_pass`.
 
     Raises:
         TypeError, ValueError: a setting that SAM does not take, DeepSpeed, or a trainer of TRL that samples
             completions while it trains (GRPO, RLOO, online DPO): its pass cannot be repeated.
     """
 
-    def __init__(self, *args: Any, sam: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, sam: Mapping[str, Any] | None = None, check: bool = False, **kwargs: Any) -> None:
         self.sam_settings = check_settings(sam or {})
         self._part = (sam or {}).get("part", 1.0)
         self._is_auto = (sam or {}).get("rho") == "auto"
+        self._is_checked = not check
         for kind in type(self).__mro__:
             if kind.__name__ in SAMPLING:
                 raise TypeError(
@@ -63,7 +72,7 @@ class SAMMixin(_Trainer):
         super().__init__(*args, **kwargs)
         if getattr(self, "is_deepspeed_enabled", False):
             raise ValueError(
-                "DeepSpeed replaces the optimizer's step, so that SAM cannot be used with it. Use DDP or FSDP2."
+                "DeepSpeed replaces the optimizer's step, so SAM cannot be used with it. Use DDP or FSDP2."
             )
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
@@ -113,11 +122,13 @@ class SAMMixin(_Trainer):
         rests = [_Piece(s.rest, share=s.sizes[1] / sum(s.sizes)) for s in splits if s.rest is not None]
         num_examples = [sum(s.sizes[0] for s in splits), sum(sum(s.sizes[1:]) for s in splits)]
         part, rest = (count / sum(num_examples) if rests else 1.0 for count in num_examples)
+        unrecorded = UnrecordedPass(lambda: self._run(model, parts or whole, num_items, part), [self])
+        if not self._is_checked:
+            require_repeatable(self.sam, unrecorded)
+            self._is_checked = True
         if self._is_auto:
             self._search = self._search or RhoSearch(self.sam)
-            records = Records([self])
-            self._search.measure(lambda: self._run(model, parts or whole, num_items, part), self.accelerator.scaler)
-            records.restore()
+            self._search.measure(unrecorded, self.accelerator.scaler)
         if not rests or not self.sam.needs_perturbed_pass:
             return self.sam.compute_gradient(pass_on(whole, 1.0))
         return self.sam.compute_gradient(pass_on(parts, part), rest=pass_on(rests, rest), weights=[part, rest])
@@ -135,7 +146,7 @@ class SAMMixin(_Trainer):
 
         SAM multiplies the gradient by the ``share`` of the pieces in the batch. The Trainer divides losses by the
         number of items (tokens, say) in the whole batch, or takes the mean of each micro-batch and divides by their
-        number. Both divisors are scaled, so that the sum over all pieces is the Trainer's gradient.
+        number. Both divisors are scaled: the sum over all pieces is the Trainer's gradient.
         """
         self.sam.zero_grad()
         no_sync = getattr(model, "no_sync", contextlib.nullcontext)  # of DistributedDataParallel

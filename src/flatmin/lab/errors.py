@@ -48,7 +48,7 @@ class StorageError(RuntimeError):
 class DivergedError(RuntimeError):
     """The loss diverged (NaN or inf); the message names the step, the batch and possible fixes."""
 
-    is_on_all_workers = True  # all of them raise it, so that only the main process prints it
+    is_on_all_workers = True  # all of them raise it, and only the main process prints it
 
 
 class InterruptedRun(RuntimeError):  # noqa: N818  (nothing went wrong)

@@ -1,16 +1,17 @@
 """The finished points of a landscape on disk: a text file that grows by one line a point.
 
-The first line says what was measured. It is written to another file and renamed, so that a cache either has
-it or does not exist; every other line is one write. A line that a killed process left half written cannot be
-read and is done again.
+The first line says what was measured. It is written to another file and renamed, so a cache either has it or does not
+exist; every other line is one write, with a checksum of the point and the first line. A point whose line was left half
+written by a killed process, was edited, or belongs to another landscape is measured again.
 """
 
 import json
 import os
+import zlib
 from pathlib import Path
 from typing import Any, BinaryIO
 
-FORMAT = "flatmin landscape 1"
+FORMAT = "flatmin landscape 2"
 Index = tuple[int, ...]
 
 
@@ -63,16 +64,21 @@ class PointCache:
             )
         for line in lines:
             try:
-                *index, loss, accuracy = json.loads(line)
-                self.points[tuple(index)] = (float(loss), float(accuracy))
-            except (ValueError, TypeError):
+                *index, loss, accuracy, checksum = json.loads(line)
+                if checksum == self._checksum(tuple(index), loss, accuracy):
+                    self.points[tuple(index)] = (float(loss), float(accuracy))
+            except (ValueError, TypeError, RecursionError):
                 continue
 
     def add(self, index: Index, loss: float, accuracy: float) -> None:
         """Put a finished point on disk."""
         self.points[index] = (loss, accuracy)
-        self._file.write(json.dumps([*index, loss, accuracy]).encode() + b"\n")
+        line = json.dumps([*index, loss, accuracy, self._checksum(index, loss, accuracy)])
+        self._file.write(line.encode() + b"\n")
         _to_disk(self._file)
+
+    def _checksum(self, index: Index, loss: float, accuracy: float) -> int:
+        return zlib.crc32(json.dumps([self._header, *index, loss, accuracy]).encode())
 
     def __enter__(self) -> "PointCache":
         return self

@@ -6,15 +6,16 @@ import re
 import signal
 import subprocess
 import sys
-import zlib
 from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
 
 import flatmin
 from cli_cases import QUICK, in_an_empty_folder, run, trained_run
+from flatmin.lab.models.build import build_model
+from flatmin.lab.runs.json_files import read_json, write_json
+from flatmin.lab.spec.experiment import Model
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +48,7 @@ WEIGHTS = {
     "meta": lambda: saved({"conv1.weight": torch.ones(3, device="meta")}),
     "list": lambda: saved([torch.ones(3)]),
 }
+TYPES = {"integers": torch.int32, "complex": torch.complex64}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -59,27 +61,71 @@ def test_a_weights_file_that_cannot_be_used_is_named(content, suffix, capsys, tm
     assert f"model.checkpoint: weights.{suffix} " in err
 
 
-def png_bomb():
-    """Return a PNG whose text chunk is small in the file and large in memory."""
-    image = io.BytesIO()
-    Image.new("RGB", (16, 16)).save(image, "PNG")
-    data = image.getvalue()
-    text = b"zTXt" + b"Comment\0\0" + zlib.compress(bytes(2_000_000))
-    chunk = (len(text) - 4).to_bytes(4, "big") + text + zlib.crc32(text).to_bytes(4, "big")
-    return data[:33] + chunk + data[33:]
+@pytest.mark.parametrize("dtype", TYPES.values(), ids=TYPES)
+def test_weights_of_another_type_are_not_cast(dtype, capsys, tmp_path):
+    network = build_model(Model(name="cnn-4"), num_classes=10, in_channels=1)
+    weights = {name: tensor.to(dtype) for name, tensor in network.state_dict().items()}
+    (tmp_path / "weights.pt").write_bytes(saved(weights))
+    code, _, err = run(capsys, *QUICK, "--model.checkpoint", "weights.pt")
+    assert code == 2
+    assert "of another shape or type" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["weights.pt"]
 
 
-IMAGES = {"bomb.png": png_bomb(), "malformed.ppm": b"P6\n16 x16\n255\n", "text.jpg": b"no image", "empty.bmp": b""}
+LONG, FILE = "x" * 5000, "file/runs"
+PLACES = [
+    *(["list", "runs", "--runs", place] for place in (LONG, FILE)),
+    *([command, *words, LONG] for command, *words in (["show"], ["measure", "bound"], ["report", "--runs"])),
+    ["report", "table1", "--out", LONG],
+    *([*QUICK, "--runs", place] for place in (LONG, FILE)),
+    *([*QUICK, flag, value] for flag, value in (("--model.checkpoint", LONG), ("--data.name", f"folder:{LONG}"))),
+    [*QUICK, "--data.name", "cifar10", "--data-root", LONG],
+]
 
 
-@pytest.mark.parametrize("name", IMAGES)
-def test_an_image_that_cannot_be_decoded_is_named(name, capsys, tmp_path):
-    for split in ("train", "test"):
-        (tmp_path / "images" / split / "cat").mkdir(parents=True)
-        (tmp_path / "images" / split / "cat" / name).write_bytes(IMAGES[name])
-    code, _, err = run(capsys, "train", "--data.name", "folder:images", "--model.name", "cnn-4")
-    assert code == 3
-    assert f"{name} cannot be read as an image" in err
+@pytest.mark.parametrize("command", PLACES, ids=[" ".join(p)[:40] for p in PLACES])
+def test_a_place_that_cannot_exist_is_one_line_and_an_exit_code(command, capsys, tmp_path):
+    (tmp_path / "file").write_text("x")
+    code, out, err = run(capsys, *command)
+    assert code in (2, 3, 4)
+    assert out.strip() == ""
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("file", ["lock", "speed.jsonl"])
+def test_a_link_in_place_of_a_runs_file_is_not_written_through(file, capsys, tmp_path):
+    path = trained_run(capsys, tmp_path)
+    (path / "result.json").unlink()
+    next(path.glob("checkpoints/step-00000006-*")).unlink()
+    (path / file).unlink()
+    (tmp_path / "precious").write_text("mine")
+    (path / file).symlink_to(tmp_path / "precious")
+    code, _, err = run(capsys, *QUICK)
+    assert code == 4
+    assert "symbolic link" in err
+    assert (tmp_path / "precious").read_text() == "mine"
+
+
+def test_text_from_files_cannot_control_the_terminal(capsys, tmp_path):
+    path = trained_run(capsys, tmp_path)
+    content = read_json(path / "environment.json")
+    content["sessions"][0]["cpu"] = "\x1b[2J\x1b]0;title\x07\x9b31m"
+    write_json(path / "environment.json", content)
+    code, out, _ = run(capsys, "show", path.name)
+    assert code == 0
+    assert "\\x1b[2J\\x1b]0;title\\x9b31m" in out
+    (path / "spec.json").write_text('{"\x1b[2J": 1, "\\u001b[2J": 1}')
+    code, out, err = run(capsys, "show", path.name)
+    assert code == 2
+    assert not set(out + err) & set("\x1b\x07\x9b")
+
+
+@pytest.mark.parametrize("word", ["--data.drop-last=maybe", "--data.no-drop_last=1", "--deterministic=True"])
+def test_a_switch_with_a_value_is_named(word, capsys):
+    flag, _, value = word.partition("=")
+    code, _, err = run(capsys, *QUICK, word)
+    assert code == 2
+    assert f"{flag} is a switch without a value; got {value!r}." in err
 
 
 @pytest.mark.parametrize("place", ["/etc/passwd", "file"])
@@ -114,13 +160,14 @@ def test_a_setting_that_no_run_can_have_is_named(flag, value, capsys, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-OTHERS = [("--optim.name", "adamw"), ("--optim.decay", "loss"), ("--optim.clip-norm", "1e308")]
-
-
-@pytest.mark.parametrize("settings", OTHERS)
-def test_the_largest_settings_diverge_or_train_but_never_crash(settings, capsys):
+@pytest.mark.parametrize(
+    "settings", [("--optim.name", "adamw"), ("--optim.decay", "loss"), ("--optim.clip-norm", "1e308")]
+)
+def test_the_largest_settings_diverge_but_never_crash(settings, capsys):
     largest = ("--optim.lr", "1e30", "--optim.weight-decay", "1e6", "--optim.rho", "1e30", "--optim.adaptive", "1e6")
-    assert run(capsys, *QUICK, *largest, *settings)[0] in (0, 5)
+    code, _, err = run(capsys, *QUICK, *largest, *settings)
+    assert code == 5
+    assert "The loss diverged" in err
 
 
 def test_what_is_not_ours_is_never_markup(capsys, tmp_path):
@@ -213,19 +260,48 @@ except KeyboardInterrupt:  # as C++ code may
 """
 
 
-def test_ctrl_c_while_torch_is_imported_is_one_like_any_other(tmp_path):
-    (tmp_path / "torch.py").write_text(SLOW_TORCH)
+LATE = """
+import atexit, time
+def late():
+    print("exiting", flush=True)
+    time.sleep(1)
+def main():
+    atexit.register(late)
+    return 5
+"""
+
+
+def entry_point(tmp_path):
     (script,) = re.findall(r'^flatmin = "(\w+:\w+)"$', (SOURCE.parent / "pyproject.toml").read_text(), re.MULTILINE)
     module, _, function = script.partition(":")
-    process = subprocess.Popen(
+    return subprocess.Popen(
         [sys.executable, "-c", f"import sys, {module}; sys.exit({module}.{function}())", "list"],
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(SOURCE)])},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
+def test_a_signal_while_torch_is_imported_is_one_like_any_other(number, name, tmp_path):
+    (tmp_path / "torch.py").write_text(SLOW_TORCH)
+    process = entry_point(tmp_path)
     assert process.stdout.readline() == "importing\n"
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, errors = process.communicate()
-    assert process.returncode == 130
-    assert errors == "stopped: Stopped by Ctrl-C.\n"
+    assert process.returncode == 128 + number
+    assert errors == f"stopped: Stopped by {name}.\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_the_interpreter_exits_changes_nothing(number, tmp_path):
+    (tmp_path / "flatmin").mkdir()
+    (tmp_path / "flatmin/__init__.py").write_text("")
+    (tmp_path / "flatmin/cli.py").write_text(LATE)
+    process = entry_point(tmp_path)
+    assert process.stdout.readline() == "exiting\n"
+    for _ in range(2):
+        process.send_signal(number)
+    assert process.communicate() == ("", "")
+    assert process.returncode == 5

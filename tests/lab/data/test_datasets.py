@@ -1,8 +1,11 @@
 """Finding, checking, reading and splitting datasets; small fakes stand in for the large ones."""
 
 import gzip
+import io
 import json
 import os
+import tracemalloc
+import zlib
 from dataclasses import replace
 
 import numpy as np
@@ -200,6 +203,27 @@ def write_idx(folder, monkeypatch, *, packed):
     monkeypatch.setattr(datasets_module, "FASHION_MNIST_FILES", sums)
 
 
+def test_an_archive_that_unpacks_to_much_more_is_corrupt_and_read_only_in_part(tmp_path, monkeypatch):
+    folder = tmp_path / "root/fashion-mnist"
+    folder.mkdir(parents=True)
+    (folder / "train-images-idx3-ubyte.gz").write_bytes(4 * gzip.compress(bytes(2**26), 1))
+    tracemalloc.start()
+    with pytest.raises(DataError, match=r"train-images-idx3-ubyte\.gz is corrupt"):
+        load_dataset(Data(name="fashion-mnist"), data_root=tmp_path / "root")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2.5 * 2**26  # the bytes and a copy
+
+
+def test_a_dataset_that_does_not_fit_into_memory_is_not_blamed_on_the_batch_size(monkeypatch):
+    def too_large(*_):
+        raise MemoryError("Unable to allocate 3 TiB")
+
+    monkeypatch.setattr("flatmin.lab.data.datasets.load_digits", too_large)
+    with pytest.raises(DataError, match="digits does not fit into memory, or one of its files is corrupt: Unable"):
+        load_dataset(Data())
+
+
 @pytest.mark.parametrize(("place", "packed"), [("FashionMNIST/raw", False), ("fashion-mnist", True), ("debian", True)])
 def test_fashion_mnist_is_found_unpacked_packed_and_in_debians_folder(place, packed, tmp_path, monkeypatch):
     write_idx(tmp_path / "root" / place, monkeypatch, packed=packed)
@@ -348,20 +372,32 @@ def test_class_folders_are_a_dataset(tmp_path):
     assert pixels.reshape(3, -1).T.unique(dim=0).tolist() == [[100, 20, 7]]
 
 
-@pytest.mark.parametrize("content", [b"", b"no image", None], ids=["empty", "text", "truncated"])
-def test_a_damaged_image_is_named_when_its_turn_comes(content, tmp_path):
+def png_bomb():
+    """Return a PNG whose text chunk is small in the file and large in memory."""
+    image = io.BytesIO()
+    Image.new("RGB", (16, 16)).save(image, "PNG")
+    data = image.getvalue()
+    text = b"zTXt" + b"Comment\0\0" + zlib.compress(bytes(2_000_000))
+    chunk = (len(text) - 4).to_bytes(4, "big") + text + zlib.crc32(text).to_bytes(4, "big")
+    return data[:33] + chunk + data[33:]
+
+
+IMAGES = {
+    "empty.jpg": b"",
+    "text.jpg": b"no image",
+    "bomb.png": png_bomb(),
+    "short.png": png_bomb()[:60],
+    "bad.ppm": b"P6 x",
+}
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_a_damaged_image_is_named_when_its_turn_comes(name, tmp_path):
     write_folders(tmp_path)
-    path = tmp_path / "train/jay/1.jpg"
-    (tmp_path / "train/jay/1.png").unlink()
-    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
-    Image.fromarray(noise).save(path)
-    if content is None:
-        path.write_bytes(path.read_bytes()[:1500])
-    else:
-        path.write_bytes(content)
+    (tmp_path / "train/jay" / name).write_bytes(IMAGES[name])
     dataset = load_dataset(Data(name=f"folder:{tmp_path}", image_size=8))
-    with pytest.raises(DataError, match=r"train/jay/1\.jpg cannot be read as an image.*Nothing was trained on it"):
-        fetch(dataset.train, [0, 1, 2])
+    with pytest.raises(DataError, match=rf"train/jay/{name} cannot be read as an image.*Nothing was trained on it"):
+        fetch(dataset.train, np.arange(4))
 
 
 def test_a_listed_file_that_is_not_there_is_named_at_the_start(tmp_path, monkeypatch):

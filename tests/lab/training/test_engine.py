@@ -234,18 +234,6 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_last_good_checkpoi
     assert not (directory / "result.json").exists()
 
 
-def test_a_damaged_checkpoint_costs_only_the_time_since_the_one_before(tmp_path):
-    whole = train(small(), runs=tmp_path / "whole")
-    with pytest.raises(CrashError):
-        train(small(), runs=tmp_path / "broken", callback=CrashAt(5), checkpoint_seconds=0)
-    folder = tmp_path / "broken" / small().run_name(0) / "checkpoints"
-    latest = checkpoints(folder)[0]
-    latest.write_bytes(latest.read_bytes()[:-1])
-    with pytest.warns(UserWarning, match="is corrupt"):
-        resumed = train(small(), runs=tmp_path / "broken")
-    assert_bit_identical(whole, resumed)
-
-
 def test_a_disk_that_fills_up_stops_cleanly_and_the_run_goes_on_later(tmp_path, monkeypatch):
     whole = train(small(), runs=tmp_path / "whole")
     save, calls = torch.save, []
@@ -260,27 +248,6 @@ def test_a_disk_that_fills_up_stops_cleanly_and_the_run_goes_on_later(tmp_path, 
     with pytest.raises(StorageError, match=r"No space left on device.*rerun the command"):
         train(small(), runs=tmp_path / "full", checkpoint_seconds=0)
     monkeypatch.undo()
-    assert_bit_identical(whole, train(small(), runs=tmp_path / "full"))
-
-
-def test_nothing_can_be_written_is_said_before_training(tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("in the way")
-    monkeypatch.setattr(Stepper, "step", lambda *a: pytest.fail("trained"))
-    with pytest.raises(StorageError, match=r"cannot be written to.*--runs"):
-        train(small(), runs=tmp_path / "file" / "runs")
-
-
-def test_events_that_cannot_be_written_stop_cleanly_and_the_run_goes_on_later(tmp_path, monkeypatch):
-    whole = train(small(), runs=tmp_path / "whole")
-    from tensorboard.summary.writer.record_writer import RecordWriter
-
-    def full(self):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(RecordWriter, "flush", full)
-        with pytest.raises(StorageError, match="tensorboard cannot be written to.*No space left"):
-            train(small(), runs=tmp_path / "full", checkpoint_seconds=0)
     assert_bit_identical(whole, train(small(), runs=tmp_path / "full"))
 
 
@@ -312,14 +279,6 @@ def test_the_documents_name_all_files_of_a_run(tmp_path):
     for name in {*written, "problem.json", "measures/", "weights/", "label_noise.json", "predicted_labels.json"}:
         assert name in run_directory.__doc__
         assert f"| `{name}` |" in docs
-
-
-def test_another_experiment_in_the_directory_is_refused(tmp_path):
-    path = tmp_path / small().run_name(0)
-    path.mkdir()
-    (path / "spec.json").write_text(small(epochs=7).to_json())
-    with pytest.raises(RunError, match="belongs to another experiment"):
-        train(small(), runs=tmp_path)
 
 
 def test_fine_tuning_starts_from_a_checkpoint_with_frozen_statistics(tmp_path):

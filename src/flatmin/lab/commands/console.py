@@ -1,15 +1,31 @@
 """Runs, tables and numbers on the command line."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 
 from flatmin.lab.errors import RunError
 from flatmin.lab.runs.directory import run_directories
 
 NUM_SHOWN = 5
+CONTROLS = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))}  # not tab and newline
+
+
+class SafeConsole(Console):
+    """Prints control characters, with which escape sequences begin, as text: text from a file cannot use them."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Yield the segments of what is printed; rich marks its own controls."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=segment.text.translate(CONTROLS))
+
+    def on_broken_pipe(self) -> None:
+        """Let the command end."""
+        raise BrokenPipeError
 
 
 def find_run(name: str, runs: Path) -> Path:

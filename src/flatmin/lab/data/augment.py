@@ -44,7 +44,7 @@ def copy_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tenso
     """Copy tensors of the host to a device in one piece; to a GPU from pinned memory, without waiting."""
     if device.type == "cpu":
         return list(tensors)
-    # Wide numbers first, so that each tensor begins at a multiple of its element size.
+    # Wide numbers first: each tensor must begin at a multiple of its element size.
     order = sorted(range(len(tensors)), key=lambda i: -tensors[i].element_size())
     parts = [tensors[i].contiguous().view(-1).view(torch.uint8) for i in order]
     piece = torch.empty(sum(map(len, parts)), dtype=torch.uint8, pin_memory=device.type == "cuda")
@@ -90,7 +90,7 @@ def _scale_and_shift(mean: tuple[float, ...], std: tuple[float, ...], device: to
 def draw_cutouts(draw: Draw, height: int, width: int, *, shared: bool = False) -> Tensor:
     """Return the row and the column of the center of each image's square, uniform over the pixels: (2, N).
 
-    ``shared``: one place for the whole batch, that of its first image, as in the reference code.
+    ``shared``: the whole batch has its first image's place, as in the reference code.
     """
     wanted = ((height, Purpose.CUTOUT_ROW), (width, Purpose.CUTOUT_COLUMN))
     centers = torch.stack([draw.integers(below, purpose) for below, purpose in wanted])

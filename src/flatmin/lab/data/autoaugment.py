@@ -1,6 +1,6 @@
 """AutoAugment (Cubuk et al., 2019) on whole batches of uint8 images.
 
-torchvision has the three policies and the sixteen operations; what is here is the order of work. A policy has
+torchvision has the three policies and the sixteen operations; this module only batches them. A policy has
 25 pairs of operations with fixed strengths, and each image draws one pair. So the images of a batch that drew
 the same operation with the same sign are taken together, and a batch costs some fifty calls instead of two for each
 image.
@@ -23,17 +23,7 @@ tv: Any = torchvision.transforms.functional  # untyped
 PolicyName = Literal["cifar10", "svhn", "imagenet"]
 
 NUM_LEVELS = 10
-SIGNED = {
-    "ShearX",
-    "ShearY",
-    "TranslateX",
-    "TranslateY",
-    "Rotate",
-    "Brightness",
-    "Color",
-    "Contrast",
-    "Sharpness",
-}
+SIGNED = {"ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate", "Brightness", "Color", "Contrast", "Sharpness"}
 
 
 class Group(NamedTuple):
@@ -55,7 +45,7 @@ def draw_operations(draw: Draw, policy: PolicyName, size: torch.Size) -> tuple[l
         size: height and width of the images.
 
     Returns:
-        The groups, those of the first stage first, and the numbers of their images, group after group.
+        The groups of the first stage, then of the second, and the numbers of their images, group after group.
     """
     chosen = draw.integers(len(policy_pairs(policy)), Purpose.POLICY)
     groups: list[Group] = []

@@ -25,6 +25,7 @@ from flatmin.lab.errors import DataError
 from flatmin.lab.spec.datasets import FOLDER_PREFIX, DatasetInfo, dataset_info
 from flatmin.lab.spec.experiment import Data
 
+FASHION_MNIST_BYTES = 2**26  # more than the largest of its files has
 FASHION_MNIST_FILES = {  # md5 of the uncompressed files: packages recompress them
     "train-images-idx3-ubyte": "f4a8712d7a061bf5bd6d2ca38dc4d50a",
     "train-labels-idx1-ubyte": "9018921c3c673c538a1fc5bad174d6f9",
@@ -61,10 +62,13 @@ def load_dataset(data: Data, *, data_root: Path | None = None) -> Dataset:
     info = dataset_info(data.name)
     train: Images
     test: Images
-    if info.in_memory:
-        train, test = _in_memory(data, data_root)
-    else:
-        train, test = _as_files(data, data_root, data.image_size or info.size)
+    try:
+        if info.in_memory:
+            train, test = _in_memory(data, data_root)
+        else:
+            train, test = _as_files(data, data_root, data.image_size or info.size)
+    except MemoryError as error:
+        raise DataError(f"{data.name} does not fit into memory, or one of its files is corrupt: {error}.") from error
     info = replace(info, num_classes=info.num_classes or int(max(train.labels.max(), test.labels.max())) + 1)
 
     kept, held_out = validation_split(len(train.labels), data.validation, data.seed)
@@ -150,7 +154,8 @@ def _read_idx(directory: Path, name: str) -> NDArray[np.uint8]:
     raw, packed = directory / name, directory / f"{name}.gz"
     path = raw if raw.is_file() else packed
     try:
-        content = raw.read_bytes() if raw.is_file() else gzip.decompress(packed.read_bytes())
+        with raw.open("rb") if raw.is_file() else gzip.open(packed) as file:
+            content = file.read(FASHION_MNIST_BYTES)  # a small archive may hold gigabytes
     except FileNotFoundError:
         raise DataError(f"{raw} (or {packed.name}) is missing: Fashion-MNIST is incomplete.") from None
     except (OSError, EOFError, gzip.zlib.error) as error:  # type: ignore[attr-defined]

@@ -6,7 +6,7 @@ batch, so no example is lost or seen twice, whatever W is.
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
@@ -50,15 +50,9 @@ class Batch:
 
     def slice(self, start: int, stop: int) -> "Batch":
         """Return some of its examples, with their part of the share."""
-        return Batch(
-            number=self.number,
-            examples=self.examples[start:stop],
-            inputs=self.inputs[start:stop],
-            labels=self.labels[start:stop],
-            partner_labels=self.partner_labels[start:stop],
-            own_weight=self.own_weight,
-            share=self.share * (stop - start) / len(self.examples),
-        )
+        names = ("examples", "inputs", "labels", "partner_labels")
+        parts = {name: getattr(self, name)[start:stop] for name in names}
+        return replace(self, **parts, share=self.share * (stop - start) / len(self.examples))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +111,7 @@ class Pipeline:
         if weight == 1.0:
             partners, needed, places = own, own, np.arange(len(own))
         else:
-            # Partners come from the global batch, so that the mixtures do not depend on the number of
-            # workers.
+            # Partners come from the global batch: the mixtures do not depend on the number of workers.
             partners = examples[permutation(len(examples), self.seed, Purpose.MIXUP_PARTNER, epoch, number)][mine]
             needed, places = np.unique(np.concatenate([own, partners]), return_inverse=True)
         host = [_labels(images, own), _labels(images, partners), torch.from_numpy(places)]

@@ -53,7 +53,7 @@ def find_or_download(name: str, data_root: Path | None, download: Callable[[Path
         download: fetches the dataset into a directory; None where nobody offers it.
 
     Raises:
-        DataError: it is nowhere and cannot be fetched; the message says which files to put where.
+        DataError: the dataset was not found and cannot be fetched; the message says which files to put where.
     """
     info = DATASETS[name]
     roots = search_path(data_root)

@@ -1,7 +1,7 @@
 r"""The random coefficients of Shake-Shake (Gastaldi, 2017) and ShakeDrop (Yamada et al., 2019).
 
 Both multiply a branch by one random coefficient on the way forward and by another on the way back, drawn again
-for each image. The result is no gradient of anything, so SAM's first pass, whose gradient decides where w +
+for each image. The result is not a gradient of anything, so SAM's first pass, whose gradient decides where w +
 eps lies, uses the same coefficient on both ways ("true gradient"), as the reference implementation did:
 :func:`true_gradient`.
 """

@@ -26,7 +26,7 @@ class ShakeShortcut(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the shortcut's output."""
         x = x if self.reference else F.relu(x)
-        # The second path sees the input one pixel further, so that no pixel is lost.
+        # The second path sees the input one pixel further: no pixel is lost.
         shifted = F.pad(x[:, :, 1:, 1:], (0, 1, 0, 1)) if self.stride > 1 or self.reference else x
         first = self.conv1(x[:, :, :: self.stride, :: self.stride])
         second = self.conv2(shifted[:, :, :: self.stride, :: self.stride])

@@ -48,11 +48,11 @@ def load_weights(
         weights = {**weights, **fresh}
     missing = sorted(own.keys() - weights.keys())
     unknown = sorted(weights.keys() - own.keys())
-    wrong = sorted(key for key in own.keys() & weights.keys() if own[key].shape != weights[key].shape)
+    wrong = sorted(key for key in own.keys() & weights.keys() if not _fits(weights[key], own[key]))
     if missing or unknown or wrong:
         raise ModelError(
             f"{path} does not belong to this model: {len(missing)} tensors are missing {missing[:3]}, "
-            f"{len(unknown)} unknown {unknown[:3]}, {len(wrong)} of another shape {wrong[:3]}."
+            f"{len(unknown)} unknown {unknown[:3]}, {len(wrong)} of another shape or type {wrong[:3]}."
         )
     network.load_state_dict(weights)
 
@@ -66,7 +66,7 @@ def read_weights(path: str) -> dict[str, Tensor]:
     if not Path(path).is_file():
         raise ModelError(
             f"model.checkpoint: there is no file {path}. Give the path of a file of weights (.safetensors or "
-            "torch's), or run:NAME for those of another run, or leave model.checkpoint out to begin with random ones."
+            "torch's), or run:NAME for another run's weights, or omit model.checkpoint to start from random ones."
         )
     try:
         if path.endswith(".safetensors"):
@@ -86,9 +86,16 @@ def read_weights(path: str) -> dict[str, Tensor]:
         isinstance(name, str) and _is_plain(value) for name, value in content.items()
     ):
         raise ModelError(
-            f"model.checkpoint: {path} is no mapping of names to tensors (dense, not quantized, not on `meta`)."
+            f"model.checkpoint: {path} does not map names to tensors (dense, not quantized, not on `meta`)."
         )
     return {_without_prefixes(name): tensor for name, tensor in content.items()}
+
+
+def _fits(tensor: Tensor, own: Tensor) -> bool:
+    """Return whether a tensor has the shape of one of the model's, and real numbers where that one has them."""
+    return (
+        tensor.shape == own.shape and tensor.is_floating_point() == own.is_floating_point() and not tensor.is_complex()
+    )
 
 
 def _is_plain(value: object) -> bool:

@@ -13,7 +13,7 @@ class WideBlock(nn.Module):
     """Norm, ReLU, convolution, twice, on top of the identity (or a 1x1 convolution where the shape changes).
 
     Without batch norm the convolutions have biases, and the residual branch is multiplied by a learned scalar that
-    starts at 0 (SkipInit: De and Smith, 2020), so that every block starts as its shortcut.
+    starts at 0 (SkipInit: De and Smith, 2020), so every block starts as its shortcut.
 
     Args:
         in_channels: of the input.

@@ -65,7 +65,7 @@ def check_sessions(path: Path, num_workers: int, finished: bool) -> None:
     if not finished and threads and threads[-1] != torch.get_num_threads() and not torch.cuda.is_available():
         warnings.warn(
             f"{path} was trained with {threads[-1]} threads so far and resumes with "
-            f"{torch.get_num_threads()}: the result may differ slightly from that of an uninterrupted run. Set "
+            f"{torch.get_num_threads()}: the result may differ slightly from an uninterrupted run's. Set "
             f"OMP_NUM_THREADS={threads[-1]} for the same.",
             stacklevel=2,
         )
@@ -91,7 +91,7 @@ def _workers(count: int) -> str:
 
 
 def _commit() -> str | None:
-    """Return the commit that flatmin was imported from, with a + behind it where files differ; None outside of git."""
+    """Return the commit of flatmin, with a trailing + if there are uncommitted changes; None outside of git."""
     try:
         if not _git("ls-files", "__init__.py"):
             return None  # installed inside of somebody else's repository

@@ -4,6 +4,7 @@ A JSON file in the directory of a run carries the run's hash and seed (``run``) 
 damaged file is recognized, and so is a file of another run, or the file of a run that was renamed.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -118,6 +119,8 @@ def append(path: Path, line: str) -> None:
 
 def open_own(path: Path, mode: str) -> IO[Any]:
     """Open one of a run's files; a symbolic link in its place is an error, because it would lead elsewhere."""
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, "It is a symbolic link", str(path))
     return open(path, mode, opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NOFOLLOW", 0), 0o666))
 
 

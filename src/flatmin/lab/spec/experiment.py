@@ -1,7 +1,7 @@
 """What a run is: frozen dataclasses, checked when built, kept as JSON, named by a hash.
 
 Every field is a flag of ``flatmin train``, with the docstring below it as its help. Two specs that differ
-only in ``name`` are the same run. Fields at their defaults take no part in the hash, so that a field added
+only in ``name`` are the same run. Fields at their defaults take no part in the hash, so a field added
 later, with a default that means "as before", leaves the names of finished runs as they are.
 """
 
@@ -155,9 +155,9 @@ class Experiment:
     evaluate_every: int = 1
     """Evaluate every this many epochs, and after the last one."""
     keep_every: int | None = None
-    """Save the initial weights and those of every this many epochs, to be measured later; only the last if None."""
+    """Save the initial weights and the weights after every this many epochs, to measure them; only the last if None."""
     stop_loss: float | None = None
-    """Stop after the first epoch whose mean training loss is at most this (the schedule stays that of all epochs)."""
+    """Stop after the first epoch whose mean training loss is at most this (the schedule still spans all epochs)."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """bfloat16: autocast (weights stay float32); auto does that if the hardware supports it."""
     compile: bool = False
@@ -218,7 +218,7 @@ class Experiment:
         """Return the name of the run's directory: what it is, in brief, then the hash and the seed.
 
         Raises:
-            SpecError: the seed is none.
+            SpecError: the seed is out of range.
         """
         if not 0 <= seed < 2**64:
             raise SpecError(f"seed must be at least 0 and below 2**64; got {seed}.")

@@ -64,7 +64,7 @@ def finite(tree: Any) -> Any:
 
 
 def conform(spec: Any) -> None:
-    """Check the type of every field; 1 becomes 1.0 where a float is meant, so that both are one run."""
+    """Check the type of every field; 1 becomes 1.0 where a float is meant: both are one run."""
     for name, hint in get_type_hints(type(spec)).items():
         value = getattr(spec, name)
         if hint is float or (float in get_args(hint)):

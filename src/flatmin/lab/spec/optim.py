@@ -62,7 +62,7 @@ class Optim:
     """Factor of SAM's correction g(w + eps) - g(w); full strength if None: every / part."""
     m: int | None = None
     """Examples that batch norm sees together and that, with SAM, share an eps (m-sharpness, Section 4.1), as if on a
-    separate accelerator; those of a worker if None."""
+    separate accelerator; all of a worker's if None."""
     sync_perturbation: bool = False
     """One eps for all workers (the default is one each, as in the paper)."""
     second_order: bool = False
@@ -72,7 +72,7 @@ class Optim:
         """Check every field."""
         conform(self)
         if isinstance(self.rho, str):
-            object.__setattr__(self, "rho", _factor_name(self.rho))  # one name for one factor, so that it is one run
+            object.__setattr__(self, "rho", _factor_name(self.rho))  # one name for one factor: it is one run
         for name, check in (("rho", check_rho), ("p", check_p)):
             value = getattr(self, name)
             try:

@@ -31,14 +31,15 @@ def suggestion(stepper: Stepper, batches: Iterable[Batch], m: int | None = None)
         ValueError: no radius follows from the loss or its gradient.
     """
     optim, taken = stepper.optim, list(islice(batches, NUM_BATCHES))
-    # An optimizer of its own, because SAM keeps its radius in the parameter groups.
-    opt = SAM(
-        torch.optim.SGD(stepper.network.parameters(), lr=0.0),
-        p=optim.p,
-        adaptive=False if optim.adaptive is None else optim.adaptive,
-        model=stepper.forward,
-        sync_perturbation=optim.sync_perturbation,
-    )
+    opt = stepper.optimizer
+    if not isinstance(opt, SAM) or optim.direction != "gradient":
+        opt = SAM(
+            torch.optim.SGD(stepper.network.parameters(), lr=0.0),
+            p=optim.p,
+            adaptive=False if optim.adaptive is None else optim.adaptive,
+            model=stepper.forward,
+            sync_perturbation=optim.sync_perturbation,
+        )
 
     def loss_fn(rows: Tensor) -> Tensor:
         (number, start), (_, last) = rows[0].tolist(), rows[-1].tolist()

@@ -167,7 +167,7 @@ def _unused_part(store: Store, rank: int, count: int) -> Store:
     name, answered = uuid.uuid4().hex, set()
     while not store.check([f"flatmin/{name}/{other}" for other in range(1, count)]):
         for other in range(1, count):
-            question = store.get(f"flatmin/question/{other}").decode()  # perhaps that of a dead worker: ask again
+            question = store.get(f"flatmin/question/{other}").decode()  # perhaps a dead worker's: ask again
             if question not in answered:
                 store.set(f"flatmin/answer/{question}", name)
                 answered.add(question)

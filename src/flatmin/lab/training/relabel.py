@@ -17,7 +17,7 @@ FILE = "predicted_labels.json"
 def predicted_labels(run: Path, dataset: Dataset, predict: Callable[[], NDArray[np.int64]]) -> NDArray[np.int64]:
     """Return the labels that the first model predicts for the training set of a run.
 
-    They are saved in the run's directory, so that it sees the same labels when it resumes.
+    They are saved in the run's directory: a resumed run sees the same labels.
     """
     if not (run / FILE).exists():
         labels = predict()

@@ -311,6 +311,6 @@ class Run:
         if progress.step > self.num_steps:
             raise ValueError(f"it is of step {progress.step}, and the run has only {self.num_steps} steps")
         if shapes != {name: tensor.shape for name, tensor in self.network.state_dict().items()}:
-            raise ValueError("its weights are those of another model")
+            raise ValueError("its weights belong to another model")
         if sizes != [len(group["params"]) for group in self.stepper.optimizer.param_groups]:
-            raise ValueError("its optimizer is that of another model")
+            raise ValueError("its optimizer belongs to another model")

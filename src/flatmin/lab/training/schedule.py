@@ -1,4 +1,4 @@
-"""The learning rate as a function of the step: a pure function, so that there is no state to save."""
+"""The learning rate as a function of the step: a pure function, without state to save."""
 
 import math
 

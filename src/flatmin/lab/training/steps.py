@@ -115,7 +115,7 @@ class Stepper:
         """Take step ``number`` of the run on this worker's part of a batch."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        # Drawn from the step's number, so that there are no generators to save.
+        # Drawn from the step's number: there are no generators to save.
         torch.manual_seed(torch_seed(self.seed, Purpose.NETWORK_NOISE, number, self.workers.rank))
         shared = 0 if self.optim.sync_perturbation else self.workers.rank
         self.generator.manual_seed(torch_seed(self.seed, Purpose.PERTURBATION, number, shared))
@@ -159,7 +159,7 @@ class Stepper:
         sizes = [float(len(piece.examples)) for piece in parts]
         passes: list[list[PassMetrics]] = [[] for _ in parts]
         other: list[PassMetrics] = []
-        # With a rest, the running averages are those of its plain pass, which SAM sees to.
+        # With a rest, SAM takes the running averages from the plain pass on it.
         means = MicroBatchStatistics(self.network, self.statistics, len(parts) if rest is None else 1)
 
         def closure(piece: Batch, done: list[PassMetrics], num_ascents: int = 0) -> Callable[[], Tensor]:
@@ -199,10 +199,11 @@ class Stepper:
     def _second_order_step(self, batch: Batch) -> StepMetrics:
         calls: list[PassMetrics] = []
         names = [name for name, _ in self.network.named_parameters()]
+        own = dict(self.network.named_buffers())
 
         def loss_fn(parameters: dict[str, Tensor]) -> Tensor:
-            # Passes at w + eps write their statistics into copies.
-            buffers = {} if not calls else {name: b.clone() for name, b in self.network.named_buffers()}
+            # The pass at w writes its statistics into the model, passes at w + eps into copies.
+            buffers = {name: b.clone() for name, b in own.items()} if calls else own
             with autocast(self.precision, self.workers.device):
                 logits = functional_call(self.network, {**parameters, **buffers}, (batch.inputs,))
             loss, error = loss_and_error(logits, batch, self.optim.label_smoothing)
@@ -227,7 +228,7 @@ class Stepper:
         return StepMetrics(calls[0], calls[-1])
 
     def _pass(self, batch: Batch, share: float, *, add: bool = False) -> PassMetrics:
-        """Leave the gradient of this worker's part of the loss in the parameters, or add it to what is there."""
+        """Leave the gradient of this worker's part of the loss in the parameters, or add it to theirs."""
         if not add:
             self.optimizer.zero_grad()
         loss, error = self._forward(batch)

@@ -159,7 +159,7 @@ def load_trained(path: Path, *, data_root: Path | None = None, epoch: int | None
     if experiment.data.bootstrap:
         dataset = relabeled(dataset, read_predicted_labels(path, dataset))
     info = dataset.info
-    # The weights come from the run, so that the file it started from need not exist any more.
+    # The weights come from the run; the file it started from need not exist any more.
     model = experiment.model.without_checkpoint()
     network = build_model(model, num_classes=info.num_classes, in_channels=info.channels)
     origin = _load_weights(network, path, epoch)
