@@ -431,7 +431,7 @@ def test_arguments_of_step_that_do_not_go_together(problem):
         opt.step(closure, rest=closure, weights=[1, 2, 3])
     with pytest.raises(ValueError, match="ascent goes with one closure"):
         opt.step(closure, rest=closure, ascent=closure, weights=[1, 2])
-    with pytest.raises(ValueError, match="gives the rest the weight 0"):
+    with pytest.raises(ValueError, match="The weight of `rest` must be positive"):
         opt.step(closure, rest=closure, weights=[1, 0])
     with pytest.raises(TypeError, match="rest must be a function"):
         opt.step(closure, rest=[closure], weights=[1, 2])

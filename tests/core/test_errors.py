@@ -62,6 +62,9 @@ def test_what_is_no_optimizer_is_not_a_base():
         SAM([nn.Parameter(torch.ones(1))])
     with pytest.raises(TypeError, match="SAM already"):
         SAM(SAM(base()))
+    foreign = type("Optimizer", (), {"__module__": "fastai.optimizer"})()
+    with pytest.raises(TypeError, match=r"must be a torch.optim.Optimizer, got fastai.optimizer.Optimizer"):
+        SAM(foreign)
 
 
 def test_lbfgs_is_not_a_base():
@@ -145,8 +148,15 @@ def test_a_block_without_gradients_is_refused():
     assert w.tolist() == [1.0, 2.0]
 
 
-@pytest.mark.parametrize("result", [None, torch.ones(2)])
-def test_a_closure_that_returns_no_loss_is_refused_before_any_weight_moves(result):
+@pytest.mark.parametrize(
+    ("result", "error", "message"),
+    [
+        (None, TypeError, "The closure returned None: it must return the loss"),
+        ({"loss": torch.ones(())}, TypeError, r"The closure returned a dict.*Return outputs\['loss'\]"),
+        (torch.ones(2), ValueError, "scalar loss, got a tensor of shape"),
+    ],
+)
+def test_a_closure_that_returns_no_loss_is_refused_before_any_weight_moves(result, error, message):
     w, opt = make()
 
     def closure():
@@ -154,8 +164,25 @@ def test_a_closure_that_returns_no_loss_is_refused_before_any_weight_moves(resul
         w.sum().backward()
         return result
 
-    with pytest.raises((TypeError, ValueError), match="return"):
+    with pytest.raises(error, match=message):
         opt.step(closure)
+    assert w.tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "error", "message"),
+    [
+        (lambda w, x: None, TypeError, "loss_fn must return the mean loss as a tensor.*got None"),
+        (lambda w, x: (w * x).sum().item(), TypeError, "got a float"),
+        (lambda w, x: (w * x).square(), ValueError, r"got a tensor of shape .*, 2.. Use loss.mean"),
+        (lambda w, x: (w * x).sum().detach(), ValueError, "detached from the parameters"),
+    ],
+)
+@pytest.mark.parametrize("part", [1.0, 0.5])
+def test_a_loss_function_that_returns_no_loss_is_refused_before_any_weight_moves(loss_fn, error, message, part):
+    w, opt = make()
+    with pytest.raises(error, match=message):
+        opt.step_batch(lambda x: loss_fn(w, x), torch.ones(4, 2), part=part)
     assert w.tolist() == [1.0, 2.0]
 
 

@@ -153,6 +153,35 @@ def test_a_compiled_model_takes_the_same_steps_without_recompiling():
     assert len(graphs) == 1
 
 
+@pytest.mark.filterwarnings("ignore")  # dynamo's and inductor's own
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("way", ["closure", "two passes", "batch"])
+def test_a_compiled_train_step_is_the_same_step(backend, way):
+    def train(compiled):
+        torch._dynamo.reset()
+        model, opt = make(dtype=torch.float32)
+        opt.model = model
+
+        def train_step(data):
+            if way == "closure":
+                opt.step(closure_of(model, opt, data))
+            elif way == "batch":
+                opt.step_batch(lambda x, y: loss_of(model, (x, y)), data, part=0.5)
+            else:
+                opt.zero_grad()
+                loss_of(model, data).backward()
+                with opt.perturbed():
+                    loss_of(model, data).backward()
+                opt.step()
+
+        step = torch.compile(train_step, backend=backend) if compiled else train_step
+        for seed in range(2):
+            step(batch(torch.float32, seed=seed))
+        return weights(model)
+
+    torch.testing.assert_close(train(True), train(False))
+
+
 @pytest.mark.parametrize("holder", ["sam", "base"])
 @pytest.mark.parametrize("when", ["before the load", "after the load"])
 def test_a_scheduler_may_hold_either_optimizer_before_and_after_a_load(holder, when):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import references
-from flatmin import SAM, sam_gradient
+from flatmin import SAM, effective_perturbation, sam_gradient
 from quartic import closure_of, loss_of, make
 
 
@@ -208,3 +208,58 @@ def test_a_model_without_any_of_the_parameters_is_warned_of():
 def test_parameters_in_place_of_an_optimizer_are_refused_with_the_remedy():
     with pytest.raises(TypeError, match="got generator: SAM wraps an optimizer.*Write SAM\\(torch.optim.SGD"):
         SAM(nn.Linear(2, 2).parameters())
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_a_parameter_that_is_twice_in_a_group_counts_once():
+    w = nn.Parameter(torch.tensor([3.0, 4.0]))
+    opt = SAM(torch.optim.SGD([w, w], lr=0.1), rho=0.5)
+    (w**2).sum().backward()
+    assert effective_perturbation(opt).norm == pytest.approx(0.5)
+    with opt.perturbed():
+        torch.testing.assert_close(w.detach(), torch.tensor([3.3, 4.4]))
+    assert opt.metrics.grad_norm.item() == pytest.approx(10)
+
+
+@pytest.mark.parametrize(
+    "bad", [{"sam_default_rho": math.nan}, {"sam_rho": math.inf}, {"sam_generator": torch.ones(3)}]
+)
+def test_a_state_dict_that_cannot_be_loaded_changes_nothing(bad):
+    w, opt = make(direction="random")
+    other = opt.state_dict()
+    other["param_groups"] = [other["param_groups"][0] | bad | {"lr": 7.0}]
+    with pytest.raises((ValueError, TypeError, RuntimeError)):
+        opt.load_state_dict(other)
+    assert opt.param_groups[0]["lr"] == 0.1
+    assert opt.rho == 0.3
+    opt.step(closure_of(w, opt))
+
+
+class Resized(nn.Module):
+    """Makes its buffer as long as the batch, in the second pass another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.calls = nn.Linear(3, 1), 0
+        self.register_buffer("seen", torch.zeros(8))
+
+    def forward(self, x):
+        self.calls += 1
+        self.seen.resize_(8 * self.calls).fill_(self.calls)
+        return self.layer(x).square().mean()
+
+
+def test_a_buffer_that_is_resized_in_the_second_pass_comes_back():
+    model = Resized()
+    opt = SAM(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+    opt.step_batch(model, torch.randn(8, 3))
+    assert not opt.is_perturbed
+    assert model.seen.tolist() == [1.0] * 8
+
+
+def test_settings_can_be_read_and_not_be_changed():
+    _, opt = make(p=3.0, adaptive=0.1, weight=0.5, sync_perturbation=True)
+    read = (opt.p, opt.eta, opt.ascent_steps, opt.direction, opt.weight, opt.sync_perturbation)
+    assert read == (3.0, 0.1, 1, "gradient", 0.5, True)
+    with pytest.raises(AttributeError):
+        opt.p = 2.0

@@ -261,6 +261,12 @@ def test_bad_settings_of_the_search_are_refused(settings, message):
         top_eigenvalues(op, **settings)
 
 
+@pytest.mark.parametrize("measure", [top_eigenvalues, spectral_density])
+def test_a_model_in_place_of_an_operator_is_refused_with_the_remedy(measure):
+    with pytest.raises(TypeError, match=r"got Linear. Pass HessianOperator\(model, loss_fn, data\)"):
+        measure(nn.Linear(2, 1))
+
+
 def test_a_vector_of_another_length_is_refused():
     op, _ = tanh_operator()
     with pytest.raises(ValueError, match=r"products with tensors \(65,\) or \(65, k\), got \(3,\)"):

@@ -155,7 +155,7 @@ def test_measuring_leaves_training_exactly_as_it_would_have_been():
 def test_dropout_in_train_mode_is_refused_with_the_remedy(measure):
     model, loss_fn, data = network()
     model[3].train()
-    with pytest.raises(ValueError, match=r"The model is random \(dropout.*Call model.eval\(\) first"):
+    with pytest.raises(ValueError, match=r"The model is nondeterministic \(dropout.*Call model.eval\(\) first"):
         measure(model, loss_fn, data)
 
 
@@ -177,7 +177,7 @@ def test_noise_of_ones_own_generator_is_refused():
         def forward(self, x):
             return x @ self.weight + torch.randn(len(x), generator=self.generator)
 
-    with pytest.raises(ValueError, match="The model is random"):
+    with pytest.raises(ValueError, match="The model is nondeterministic"):
         m_sharpness(Noisy(), lambda o, t: (o**2).mean(), [(torch.ones(4, 3), torch.zeros(4))])
 
 

@@ -3,7 +3,7 @@
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -108,7 +108,7 @@ def check_base(base: Any) -> None:
         )
     if not isinstance(base, Optimizer):
         raise TypeError(
-            f"base must be a torch.optim.Optimizer, got {type(base).__name__}. Build one and wrap it: "
+            f"base must be a torch.optim.Optimizer, got {type(base).__module__}.{type(base).__qualname__}. Build one: "
             "SAM(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), rho=0.05)."
         )
     closure = inspect.signature(base.step).parameters.get("closure")
@@ -141,7 +141,7 @@ def shares_of(
     if not all(math.isfinite(v) and v >= 0 for v in values) or sum(values[: len(closures)]) == 0:
         raise ValueError(f"weights must be finite, not negative and not all 0, got {values}.")
     if rest is not None and values[-1] == 0:
-        raise ValueError(f"weights gives the rest the weight 0, got {values}. Leave rest out.")
+        raise ValueError(f"The weight of `rest` must be positive, got {values}; omit `rest` instead.")
     return [value / sum(values) for value in values]
 
 
@@ -157,12 +157,35 @@ def check_generator(generator: torch.Generator | None) -> torch.Generator | None
 
 def keep_loss(loss: Any) -> Tensor:
     """Return a closure's loss, detached and safe from what later passes overwrite (CUDA graphs do), or raise."""
-    if loss is None:
-        raise TypeError("The closure returned None: it must return the loss, after calling backward() on it.")
+    if not isinstance(loss, Tensor | numbers.Real):
+        raise TypeError(
+            f"The closure returned {_kind(loss)}: it must return the loss, after calling backward() on it."
+            + (" Return outputs['loss'], say." if isinstance(loss, Mapping) else "")
+        )
     value = torch.as_tensor(loss)
     if value.numel() != 1:
         raise ValueError(f"The closure must return a scalar loss, got a tensor of shape {tuple(value.shape)}.")
     return value.detach().clone()
+
+
+def check_loss(loss: Any) -> Tensor:
+    """Return what ``loss_fn`` returned, or raise if SAM cannot call ``backward()`` on it."""
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"loss_fn must return the mean loss as a tensor, with its graph; got {_kind(loss)}.")
+    if loss.numel() != 1:
+        raise ValueError(
+            f"loss_fn must return one mean loss, got a tensor of shape {tuple(loss.shape)}. Use loss.mean()."
+        )
+    if not loss.requires_grad:
+        raise ValueError(
+            "loss_fn returned a loss that is detached from the parameters: return it without detach(), item() or "
+            "torch.no_grad(). SAM calls backward() itself."
+        )
+    return loss
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def _is_number(value: object) -> bool:

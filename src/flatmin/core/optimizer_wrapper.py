@@ -2,14 +2,17 @@
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import torch
 from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 
 from flatmin.core.checks import MIGRATION
 
 Step = TypeVar("Step", bound=Callable[..., Any])
+Yielded = TypeVar("Yielded")
 OF_OTHER_LIBRARIES = ("first_step", "second_step", "_grad_norm", "base_optimizer")
 
 
@@ -32,7 +35,27 @@ def with_own_hooks(step: Step) -> Step:
         return result
 
     wrapped.hooked = True  # type: ignore[attr-defined]
-    return cast(Step, wrapped)
+    return not_compiled(cast(Step, wrapped))
+
+
+def not_compiled(function: Step) -> Step:
+    """Break the graph of a compiled train step here: what SAM does between the passes cannot be traced."""
+    return cast(Step, torch._disable_dynamo(function))  # type: ignore[attr-defined]
+
+
+class NotCompiledContext(AbstractContextManager[Yielded]):
+    """A context manager that breaks the graph where it is entered and left."""
+
+    def __init__(self, context: AbstractContextManager[Yielded]) -> None:
+        self._context = context
+
+    @not_compiled
+    def __enter__(self) -> Yielded:
+        return self._context.__enter__()
+
+    @not_compiled
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._context.__exit__(*error)
 
 
 class OptimizerWrapper(Optimizer):

@@ -50,7 +50,7 @@ def effective_perturbation(opt: SAM, *, compute_dtype: torch.dtype | None = None
         raise ValueError('opt must have direction="gradient": other perturbations cannot be foreseen.')
     grads, scales, weights = [], [], []
     for group, rho in zip(opt.param_groups, opt._passes.radii(), strict=True):
-        for p in group["params"]:
+        for p in dict.fromkeys(group["params"]):
             if p.grad is not None and rho > 0:
                 weights.append(_whole(p))
                 grads.append(_whole(p.grad))

@@ -1,11 +1,10 @@
 """SAM as a torch optimizer that wraps a built one."""
 
 import contextlib
-import dataclasses
 import inspect
-import operator
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast, overload
 
 import torch
@@ -15,11 +14,11 @@ from torch.optim import Optimizer
 from flatmin.core import ddp, dtensor, hsdp
 from flatmin.core.batch_split import Batch, call_with, split_batch
 from flatmin.core.callers import check_not_in_grad_scaler, is_checkpoint_initialization
-from flatmin.core.checks import MIGRATION, check_base, check_closures, check_generator, check_rho, shares_of
+from flatmin.core.checks import MIGRATION, check_base, check_closures, check_generator, check_loss, check_rho, shares_of
 from flatmin.core.gradient_sum import GradientSum
 from flatmin.core.metrics import PerturbedPass, SAMMetrics, plain_metrics, two_pass_metrics
 from flatmin.core.micro_batches import micro_batch_gradient, put_reduced
-from flatmin.core.optimizer_wrapper import OptimizerWrapper, with_own_hooks
+from flatmin.core.optimizer_wrapper import NotCompiledContext, OptimizerWrapper, not_compiled, with_own_hooks
 from flatmin.core.rng import direction_generator
 from flatmin.core.settings import Direction, Settings
 from flatmin.core.step_passes import GENERATOR_KEY, RHO_KEY, Closure, FirstPass, Share, StepPasses
@@ -204,6 +203,36 @@ class SAM(OptimizerWrapper):
         self._passes.replay.watch(model)
 
     @property
+    def p(self) -> float:
+        """The norm of the neighborhood. Like the settings below, it cannot be changed."""
+        return self.settings.p
+
+    @property
+    def eta(self) -> float | None:
+        """ASAM's eta; None for plain SAM."""
+        return self.settings.eta
+
+    @property
+    def ascent_steps(self) -> int:
+        """The number of ascent steps."""
+        return self.settings.ascent_steps
+
+    @property
+    def direction(self) -> Direction:
+        """Where the perturbation points."""
+        return self.settings.direction
+
+    @property
+    def weight(self) -> float | None:
+        """The factor of the correction; None is full strength."""
+        return self.settings.weight
+
+    @property
+    def sync_perturbation(self) -> bool:
+        """Whether workers share one perturbation."""
+        return self.settings.sync_perturbation
+
+    @property
     def metrics(self) -> SAMMetrics:
         """What the last step measured."""
         return self._state.metrics
@@ -229,6 +258,7 @@ class SAM(OptimizerWrapper):
             check_rho(param_group["sam_rho"], "sam_rho")
         super().add_param_group(param_group)
 
+    @not_compiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients. In the two-pass form the noise of the first pass is replayed from here on."""
         marks = self._state.marks
@@ -243,8 +273,8 @@ class SAM(OptimizerWrapper):
 
     # Steps.
 
-    @contextlib.contextmanager
-    def perturbed(self, loss: Tensor | None = None) -> Iterator[PerturbedPass]:
+    @not_compiled
+    def perturbed(self, loss: Tensor | None = None) -> AbstractContextManager[PerturbedPass]:
         r"""Move to :math:`w + \epsilon` within the block, with the direction of the gradients on entry.
 
         The gradients are reset on entry; those of the pass within the block are what the next ``step()`` uses. On exit,
@@ -268,6 +298,10 @@ class SAM(OptimizerWrapper):
             ValueError: within another ``perturbed()``, without gradients, with gradients of a block that no ``step()``
                 has used, or with ``ascent_steps`` above 1, which needs a closure.
         """
+        return NotCompiledContext(self._perturbed(loss))
+
+    @contextlib.contextmanager
+    def _perturbed(self, loss: Tensor | None) -> Iterator[PerturbedPass]:
         passes, state = self._passes, self._state
         self._check_two_pass_form()
         if state.marks.used_gradients(passes.parameters()) and state.warn_once("used gradients"):
@@ -359,6 +393,7 @@ class SAM(OptimizerWrapper):
         self._base_step()
         return loss
 
+    @not_compiled
     def step_batch(
         self, loss_fn: Callable[..., Tensor], batch: Batch, *, part: float = 1.0, m: int | None = None
     ) -> Tensor:
@@ -405,7 +440,7 @@ class SAM(OptimizerWrapper):
     def _closure(self, loss_fn: Callable[..., Tensor], batch: Any) -> Closure:
         def closure() -> Tensor:
             self.zero_grad()
-            loss = call_with(loss_fn, batch)
+            loss = check_loss(call_with(loss_fn, batch))
             loss.backward()  # type: ignore[no-untyped-call]
             return loss
 
@@ -470,6 +505,11 @@ class SAM(OptimizerWrapper):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of SAM or of its base optimizer; without a radius in it, ``rho`` stays as it is."""
         rho = self.rho
+        for group in state_dict.get("param_groups", ()):  # before anything changes
+            check_rho(group.get("sam_rho", 0.0), "sam_rho")
+            check_rho(group.get(RHO_KEY, 0.0), RHO_KEY)
+            if self.generator is not None and group.get(GENERATOR_KEY) is not None:
+                torch.Generator(self.generator.device).set_state(group[GENERATOR_KEY].cpu())
         super().load_state_dict(state_dict)
         self.rho = self.param_groups[0].get(RHO_KEY, rho)
         self._state.marks.revoke_step()
@@ -532,5 +572,3 @@ class SAM(OptimizerWrapper):
 
 # __new__ takes anything, to say what is wrong with it.
 SAM.__signature__ = inspect.signature(SAM.__init__)  # type: ignore[attr-defined]
-for _field in dataclasses.fields(Settings):
-    setattr(SAM, _field.name, property(operator.attrgetter(f"settings.{_field.name}"), doc="Cannot be changed."))

@@ -67,7 +67,8 @@ class WeightPerturber:
         if key == self._key:
             return
         self._key, self._blocks, self._scratch = [], [], []
-        pairs = [(index, p) for index, params in moving for p in params if p.requires_grad]
+        # Once each: torch only warns of a parameter that is twice in a group.
+        pairs = [(index, p) for index, params in moving for p in dict.fromkeys(params) if p.requires_grad]
         self._blocks, self._scratch = lay_out(pairs)
         self._free_scratch()
         self._key = key

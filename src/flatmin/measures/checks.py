@@ -25,6 +25,14 @@ def check_count(name: str, count: int) -> None:
         raise ValueError(f"{name} must be at least 1, got {count}.")
 
 
+def check_operator(op: object) -> None:
+    """Raise unless it has what a symmetric operator needs: ``dim``, ``dtype``, ``device`` and ``@``."""
+    if not all(hasattr(op, name) for name in ("dim", "dtype", "device", "__matmul__")) or isinstance(op, Tensor):
+        raise TypeError(
+            f"op must be a HessianOperator, got {type(op).__name__}. Pass HessianOperator(model, loss_fn, data)."
+        )
+
+
 def check_metric(metric: str) -> None:
     """Raise unless it is one of the two that a measure can report."""
     if metric not in ("loss", "error"):
@@ -41,7 +49,7 @@ def check_same_on_every_pass(data: Iterable[Batch]) -> None:
     """Raise if the data is shuffled or augmented again in every pass."""
     if not same_on_every_pass(data):
         raise ValueError(
-            "data differs from pass to pass (shuffling or augmentation), so that there is no fixed loss. "
+            "data differs from pass to pass (shuffling or augmentation), so it has no fixed loss. "
             "Use a DataLoader with shuffle=False and without random transforms, or pass list(data); or "
             "allow_nondeterministic=True."
         )
@@ -64,7 +72,7 @@ def check_model(objective: "Objective", batch: Batch, *, allow_nondeterministic:
         drew = not torch.equal(random_state, _random_state(objective.device))
         tolerance = torch.finfo(objective.dtype).eps ** 0.75 * abs(float(loss))
         if drew or abs(float(again) - float(loss)) > tolerance:
-            raise ValueError(f"The model is random (dropout, or its own noise). {EVAL_FIX}")
+            raise ValueError(f"The model is nondeterministic (dropout, or its own noise). {EVAL_FIX}")
         if not objective.batch_statistics:
             _check_buffers(before, state)
             _check_mean(objective, batch, float(loss))
@@ -90,7 +98,7 @@ def _check_batch_norm(objective: "Objective") -> None:
         by_batch = isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
         if by_batch and not objective.batch_statistics:
             raise ValueError(
-                f"The batch norm layer {name!r} normalizes with the statistics of each batch, so that the loss depends "
+                f"The batch norm layer {name!r} normalizes with the statistics of each batch, so the loss depends "
                 f"on how the data is batched. {EVAL_FIX}"
             )
 
@@ -108,7 +116,7 @@ def _check_scalar(loss: object) -> None:
 
 
 def _check_mean(objective: "Objective", batch: Batch, whole: float) -> None:
-    """Raise if the loss of a batch is the sum of those of its halves."""
+    """Raise if the loss of a batch is the sum of its halves' losses."""
     num = check_batch(batch)
     half = num // 2
     if half == 0:

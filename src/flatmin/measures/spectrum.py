@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flatmin.measures import plots
-from flatmin.measures.checks import check_count
+from flatmin.measures.checks import check_count, check_operator
 from flatmin.measures.lanczos import Krylov, Operator, random_normal, random_signs
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ def top_eigenvalues(op: Operator, k: int = 5, *, tol: float = 1e-3, max_iter: in
         >>> result.values.round(3).tolist(), round(result.ratio(1, 2), 3)
         ([27.0, 12.0], 2.25)
     """
+    check_operator(op)
     check_count("k", k)
     check_count("max_iter", max_iter)
     if k > op.dim:
@@ -171,6 +172,7 @@ def spectral_density(op: Operator, *, steps: int = 80, probes: int = 4, seed: in
         >>> result.nodes.round(3).tolist(), result.weights.round(3).tolist()
         ([2.0, 8.0], [0.5, 0.5])
     """
+    check_operator(op)
     check_count("steps", steps)
     check_count("probes", probes)
     generator = torch.Generator().manual_seed(seed)
