@@ -81,7 +81,7 @@ def test_complete_runs_that_items_ask_for_are_kept_and_others_go(tmp_path, resul
     assert states(results) == {0: "finished", 1: "failed"}  # the third is not finished, the fourth not asked for
     assert len(read_records(results)[NAMES[0]].history) == 2  # a curve was asked for
     study = json.loads((results / "study.json").read_text())
-    assert study == {"items": ["mine"], "scale": "laptop", "title": "Mine", "plans": {}}
+    assert study == {"items": ["mine"], "scale": "laptop", "title": "Mine"}
     assert (results / "report.md").read_text().startswith("# Mine")
     (figure,) = (results / "figures").iterdir()
     assert "seeds-0-1-2" in figure.name
