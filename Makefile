@@ -12,8 +12,8 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Setting up .venv (once, some minutes) ..."
 	@$(PYTHON) -c "import sys; assert sys.version_info >= (3, 11), 'development needs Python 3.11 or newer; set PYTHON=...'"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(PIP) "$$(grep '^torch==' constraints.txt)"
-	@$(PIP) -e ".[dev]"
+	@$(PIP) "pip>=25.1" "$$(grep '^torch==' constraints.txt)"  # dependency groups need that pip
+	@$(PIP) --group dev -e ".[lab,ray]"
 	@touch $@
 
 demo: $(READY)

@@ -62,3 +62,11 @@ def sam_gradient(loss, w, rho, p=2.0, scale=None, steps=1):
     for _ in range(1, steps):
         d = projection(d + eq2(relative * gradient(loss, w + scale * d), 1.0, p), p)
     return gradient(loss, w + scale * d), scale * d
+
+
+def gauss_newton(outputs, loss, w):
+    """J^T H J at a flat w: J the Jacobian of all outputs, H the Hessian of the loss in them, both as matrices."""
+    z = outputs(w)
+    J = torch.autograd.functional.jacobian(outputs, w).reshape(z.numel(), w.numel())
+    H = torch.autograd.functional.hessian(lambda flat: loss(flat.view_as(z)), z.detach().flatten())
+    return J.T @ H @ J

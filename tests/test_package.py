@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import tomllib
 
 import flatmin
 from flatmin.cli import main
@@ -82,6 +83,14 @@ def test_shell_completion_is_printed_as_documented(shell, capsys):
         main(command.split()[1:-1])
     assert not stopped.value.code
     assert "flatmin" in capsys.readouterr().out
+
+
+def test_users_get_extras_and_developers_groups():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert list(project["project"]["optional-dependencies"]) == ["lab", "ray"]
+    assert set(project["dependency-groups"]) == {"dev", "docs"}
+    command = "--group dev -e"
+    assert all(command in (ROOT / name).read_text() for name in ("Makefile", "CONTRIBUTING.md", "pyproject.toml"))
 
 
 def numbers(version):

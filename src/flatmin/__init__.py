@@ -16,13 +16,16 @@ from flatmin.core import (
     suggest_rho,
 )
 from flatmin.measures import (
+    AverageSharpness,
     Bound,
     Eigenvalues,
+    GGNOperator,
     HessianOperator,
     Landscape,
     Score,
     Sharpness,
     SpectralDensity,
+    average_sharpness,
     loss_landscape,
     m_sharpness,
     pac_bayes_bound,
@@ -39,9 +42,11 @@ __version__ = "0.1.0"
 
 __all__ = [
     "SAM",
+    "AverageSharpness",
     "Bound",
     "EffectivePerturbation",
     "Eigenvalues",
+    "GGNOperator",
     "HessianOperator",
     "Landscape",
     "PassCheck",
@@ -54,6 +59,7 @@ __all__ = [
     "Sharpness",
     "SpectralDensity",
     "ascent_step",
+    "average_sharpness",
     "check_pass",
     "effective_perturbation",
     "loss_landscape",

@@ -1,4 +1,4 @@
-"""The suggested radius, against closed forms in float64: rho = 0.1 mean(L) / mean(g . eps_1)."""
+"""The suggested radius equals closed forms in float64: rho = 0.1 mean(L) / mean(g . eps_1)."""
 
 import copy
 import math
@@ -98,7 +98,7 @@ def test_number_of_batches_and_rise():
 
 def test_suggestion_follows_the_scale_of_weights_and_not_of_the_loss():
     """A loss times 1000 has the same rho; weights twice as large, in a model that halves them, have twice the rho."""
-    parts, opt, loss_fn = quadratic(rho=0.0)  # a radius of 0 is no obstacle
+    parts, opt, loss_fn = quadratic(rho=0.0)  # a radius of 0 does not matter
     batches = examples(8, 5)
     rho = suggest_rho(opt, loss_fn, batches).rho
     assert suggest_rho(opt, lambda x: 1000 * loss_fn(x), batches).rho == pytest.approx(rho, rel=1e-12)

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from references import gauss_newton
+
 torch.set_num_threads(1)
 
 
@@ -66,8 +68,8 @@ def whole(data):
     return [(torch.cat(inputs), torch.cat(targets))]
 
 
-def flat_loss(model, loss_fn, data, names=None):
-    """Return the loss on all data as a function of one flat vector, and the vector, by concatenation."""
+def flat_outputs(model, data, names=None):
+    """Return the outputs on all data as a function of one flat vector, the vector, and the targets."""
     params = {name: p.detach() for name, p in model.named_parameters()}
     names = list(params) if names is None else names
     shapes = [params[name].shape for name in names]
@@ -75,11 +77,23 @@ def flat_loss(model, loss_fn, data, names=None):
     ((inputs, targets),) = whole(data)
     args = inputs if isinstance(inputs, tuple) else (inputs,)
 
-    def loss(vector):
+    def outputs(vector):
         parts = [part.view(shape) for part, shape in zip(vector.split(sizes), shapes, strict=True)]
-        return loss_fn(functional_call(model, params | dict(zip(names, parts, strict=True)), args), targets)
+        return functional_call(model, params | dict(zip(names, parts, strict=True)), args)
 
-    return loss, torch.cat([params[name].flatten() for name in names])
+    return outputs, torch.cat([params[name].flatten() for name in names]), targets
+
+
+def flat_loss(model, loss_fn, data, names=None):
+    """Return the loss on all data as a function of one flat vector, and the vector."""
+    outputs, vector, targets = flat_outputs(model, data, names)
+    return lambda w: loss_fn(outputs(w), targets), vector
+
+
+def dense_ggn(model, loss_fn, data, names=None):
+    """Return the Gauss-Newton matrix."""
+    outputs, vector, targets = flat_outputs(model, data, names)
+    return gauss_newton(outputs, lambda z: loss_fn(z, targets), vector)
 
 
 def dense_hessian(model, loss_fn, data, names=None):

@@ -9,7 +9,9 @@ import torch
 
 import flatmin
 from flatmin.measures import (
+    GGNOperator,
     HessianOperator,
+    average_sharpness,
     loss_landscape,
     m_sharpness,
     pac_bayes_bound,
@@ -25,10 +27,12 @@ def measured(data, group, cache=None):
     op = HessianOperator(model, loss_fn, data, group=group)
     found = {
         "product": (op @ torch.arange(65, dtype=torch.float64)).numpy(),
+        "gauss-newton": GGNOperator(model, loss_fn, data, group=group).trace(probes=3),
         "top": top_eigenvalues(op, k=3, tol=1e-8).values,
         "trace": op.trace(probes=3),
         "density": spectral_density(op, steps=10).nodes,
         "sharpness of all": m_sharpness(model, loss_fn, data, group=group, steps=2).mean,
+        "average sharpness": average_sharpness(model, loss_fn, data, rho=0.5, num_draws=2, group=group).per_draw,
         "error": m_sharpness(model, loss_fn, data, group=group, rho=1.0, metric="error").mean,
         "bound": pac_bayes_bound(model, loss_fn, data, group=group, rho=0.1, metric="error").total,
         "landscape": loss_landscape(model, loss_fn, data, group=group, dims=1, points=3, cache=cache).loss,

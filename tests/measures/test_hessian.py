@@ -7,7 +7,7 @@ import scipy.integrate
 import torch
 from torch import nn
 
-from flatmin.measures import HessianOperator, SpectralDensity, spectral_density, top_eigenvalues
+from flatmin.measures import GGNOperator, HessianOperator, SpectralDensity, spectral_density, top_eigenvalues
 from measures.cases import Quadratic, dense_hessian, diagonal, mean_output, quadratic, tanh_network, whole
 
 
@@ -194,6 +194,26 @@ def test_the_largest_are_algebraic_and_not_by_magnitude():
     np.testing.assert_allclose(found.values, [2.0, 1.0, 0.5], rtol=1e-9)
 
 
+def test_the_smallest_are_algebraic_and_ascend():
+    model, data = diagonal([-9.0, -8.0, 0.5, 1.0, 2.0, -1.0])
+    found = top_eigenvalues(HessianOperator(model, mean_output, data), k=3, which="smallest")
+    np.testing.assert_allclose(found.values, [-9.0, -8.0, -1.0], rtol=1e-9)
+    expected = torch.eye(6, dtype=torch.float64)[:, [0, 1, 5]]
+    torch.testing.assert_close(found.vectors.abs(), expected, rtol=0, atol=1e-9)
+
+
+def test_the_smallest_of_a_network_are_those_of_its_dense_hessian():
+    op, H = tanh_operator()
+    values, vectors = torch.linalg.eigh(H)
+    found = top_eigenvalues(op, k=3, which="smallest", tol=1e-8)
+    assert values[2] < 0
+    np.testing.assert_allclose(found.values, values[:3].numpy(), rtol=1e-9)
+    overlap = (found.vectors * vectors[:, :3]).sum(0).abs()
+    torch.testing.assert_close(overlap, torch.ones(3, dtype=torch.float64), rtol=1e-8, atol=0)
+    true = torch.linalg.vector_norm(H @ found.vectors - found.vectors * torch.tensor(found.values), dim=0)
+    np.testing.assert_allclose(found.residuals, true.numpy(), atol=1e-12)
+
+
 def test_all_eigenvalues_of_a_quadratic():
     model, data, A, *_ = quadratic()
     found = top_eigenvalues(HessianOperator(model, mean_output, data), k=6)
@@ -253,6 +273,7 @@ def test_no_convergence_is_a_warning_with_the_best_values():
         ({"k": 0}, "k must be at least 1, got 0"),
         ({"k": 5, "max_iter": 4}, "max_iter must be at least k = 5"),
         ({"tol": 0.0}, "tol must be positive, got 0.0"),
+        ({"which": "SA"}, 'which must be "largest" or "smallest", got \'SA\''),
     ],
 )
 def test_bad_settings_of_the_search_are_refused(settings, message):
@@ -352,9 +373,10 @@ def test_plots_are_drawn():
 def test_curvlinops_agrees():
     curvlinops = import_curvlinops()
     model, loss_fn, data = tanh_network()
-    oracle = curvlinops.HessianLinearOperator(model, loss_fn, list(model.parameters()), data)
     v = torch.arange(65, dtype=torch.float64)
-    torch.testing.assert_close(HessianOperator(model, loss_fn, data) @ v, oracle @ v, rtol=1e-9, atol=1e-9)
+    for name, operator in (("HessianLinearOperator", HessianOperator), ("GGNLinearOperator", GGNOperator)):
+        oracle = getattr(curvlinops, name)(model, loss_fn, list(model.parameters()), data)
+        torch.testing.assert_close(operator(model, loss_fn, data) @ v, oracle @ v, rtol=1e-9, atol=1e-9)
 
 
 def import_curvlinops():

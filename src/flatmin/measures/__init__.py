@@ -1,6 +1,8 @@
 """How flat is a minimum: m-sharpness, Hessian spectra, loss landscapes, the bound, predictive power."""
 
+from flatmin.measures.average_sharpness import AverageSharpness, average_sharpness
 from flatmin.measures.cosine import sam_update_cosine
+from flatmin.measures.ggn import GGNOperator
 from flatmin.measures.hessian import HessianOperator
 from flatmin.measures.landscape import Landscape, loss_landscape
 from flatmin.measures.pac_bayes import Bound, pac_bayes_bound
@@ -9,13 +11,16 @@ from flatmin.measures.sharpness import Sharpness, m_sharpness
 from flatmin.measures.spectrum import Eigenvalues, SpectralDensity, spectral_density, top_eigenvalues
 
 __all__ = [
+    "AverageSharpness",
     "Bound",
     "Eigenvalues",
+    "GGNOperator",
     "HessianOperator",
     "Landscape",
     "Score",
     "Sharpness",
     "SpectralDensity",
+    "average_sharpness",
     "loss_landscape",
     "m_sharpness",
     "pac_bayes_bound",

@@ -1,5 +1,6 @@
 """Batches of (inputs, targets): their sizes, their rows, and whether they come twice the same."""
 
+import copy
 import hashlib
 import itertools
 import random
@@ -22,7 +23,11 @@ def tree_map(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     if isinstance(tree, Tensor):
         return function(tree)
     if isinstance(tree, Mapping):
-        return {key: tree_map(function, value) for key, value in tree.items()}
+        # A dict of its own class, such as a ModelOutput, has its entries as attributes too.
+        mapped = copy.copy(tree) if isinstance(tree, dict) else {}
+        for key, value in tree.items():
+            mapped[key] = tree_map(function, value)
+        return mapped
     if isinstance(tree, tuple | list):
         parts = [tree_map(function, value) for value in tree]
         return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)

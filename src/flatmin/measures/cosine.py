@@ -55,7 +55,7 @@ def sam_update_cosine(
 
     def loss(weights: list[Tensor]) -> Tensor:
         penalty = sum(w.square().sum() for w in weights) if weight_decay else 0.0
-        return objective.loss(weights, batch) + weight_decay / 2 * penalty
+        return objective.differentiable(weights, batch)[0] + weight_decay / 2 * penalty
 
     # Fused attention has no second derivative.
     with measuring(), sdpa_kernel(SDPBackend.MATH):

@@ -29,7 +29,15 @@ aten = torch.ops.aten
 
 
 class TwiceDifferentiable(TorchFunctionMode):
-    """While it is active, a model runs with the operations of this module, wherever they apply."""
+    """While it is active, a model runs with the operations of this module, wherever they apply.
+
+    Args:
+        linear: the second derivative is taken in g only, as a product with the Jacobian needs it: half the work.
+    """
+
+    def __init__(self, *, linear: bool = False) -> None:
+        super().__init__()
+        self.linear = linear
 
     def __torch_function__(
         self,
@@ -44,7 +52,7 @@ class TwiceDifferentiable(TorchFunctionMode):
         hooked = has_saved_tensors_hooks()
         plain = all(kind is Tensor for kind in types)
         stand_in = STAND_INS.get(func) if plain and not hooked and not torch.is_autocast_enabled("cpu") else None
-        result = None if stand_in is None else stand_in(*args, **kwargs)
+        result = None if stand_in is None else stand_in(*args, linear=self.linear, **kwargs)
         return func(*args, **kwargs) if result is None else result
 
 
@@ -97,14 +105,15 @@ class _BatchNorm:
 
 class _Value(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, op: _Bilinear) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, op: _Bilinear, linear: bool) -> Tensor:
         ctx.save_for_backward(x, w)
-        ctx.op = op
+        ctx.op, ctx.linear = op, linear
         return op.value(x, w, b)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        return *_Gradients.apply(g, *ctx.saved_tensors, ctx.op, ctx.needs_input_grad[:3]), None  # type: ignore[no-untyped-call]
+        x, w = (t.detach() if ctx.linear else t for t in ctx.saved_tensors)
+        return *_Gradients.apply(g, x, w, ctx.op, ctx.needs_input_grad[:3]), None, None  # type: ignore[no-untyped-call]
 
 
 class _Gradients(Function):
@@ -167,11 +176,14 @@ def _conv2d(
     padding: Any = 0,
     dilation: Any = 1,
     groups: int = 1,
+    *,
+    linear: bool = False,
 ) -> Any:
     if input.ndim != 4 or input.is_complex() or isinstance(padding, str):
         return None
     stride, padding, dilation = ([n, n] if isinstance(n, int) else list(n) for n in (stride, padding, dilation))
-    return _Value.apply(input, weight, bias, _Convolution((stride, padding, dilation, False, [0, 0], groups)))  # type: ignore[no-untyped-call]
+    operation = _Convolution((stride, padding, dilation, False, [0, 0], groups))
+    return _Value.apply(input, weight, bias, operation, linear)  # type: ignore[no-untyped-call]
 
 
 def _batch_norm(
@@ -183,13 +195,15 @@ def _batch_norm(
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
+    *,
+    linear: bool = False,
 ) -> Any:
     if training or weight is None or running_mean is None or running_var is None:
         return None
-    return _Value.apply(input, weight, bias, _BatchNorm(running_mean, running_var, eps))  # type: ignore[no-untyped-call]
+    return _Value.apply(input, weight, bias, _BatchNorm(running_mean, running_var, eps), linear)  # type: ignore[no-untyped-call]
 
 
-def _relu(input: Tensor, inplace: bool = False) -> Any:
+def _relu(input: Tensor, inplace: bool = False, *, linear: bool = False) -> Any:
     return None if inplace else _ReLU.apply(input)  # type: ignore[no-untyped-call]
 
 

@@ -132,11 +132,13 @@ class Objective:
             outputs = functional_call(self.model, state, args, kwargs)
             return self.loss_fn(outputs, targets), outputs, targets
 
-    def loss(self, weights: Sequence[Tensor], batch: Batch) -> Tensor:
-        """Return the mean loss on one batch, with a graph that can be differentiated twice."""
+    def differentiable(
+        self, weights: Sequence[Tensor], batch: Batch, *, linear: bool = False
+    ) -> tuple[Tensor, Any, Any]:
+        """Run one batch with a graph whose gradients can be differentiated: in what they start from only, if linear."""
         # Without it, second derivatives gain nothing by the layout that makes the first ones fast.
-        with TwiceDifferentiable() if self.channels_last else nullcontext():
-            return self.run(self.state(weights), batch)[0]
+        with TwiceDifferentiable(linear=linear) if self.channels_last else nullcontext():
+            return self.run(self.state(weights), batch)
 
     def value(
         self,

@@ -52,13 +52,13 @@ def sharpness(result: "Sharpness") -> "Figure":
 
 
 def eigenvalues(result: "Eigenvalues") -> "Figure":
-    """Draw the leading eigenvalues, with their residuals as error bars."""
+    """Draw eigenvalues, with their residuals as error bars."""
     figure, axes = _axes(4.8)
     index = np.arange(1, len(result.values) + 1)
     axes.bar(index, result.values, color=BLUE, width=0.6)
     axes.errorbar(index, result.values, yerr=result.residuals, fmt="none", color=ORANGE, capsize=4)
     axes.set_xticks(index)
-    axes.set(xlabel="i", ylabel=r"$\lambda_i$", title="leading eigenvalues of the Hessian")
+    axes.set(xlabel="i", ylabel=r"$\lambda_i$", title="eigenvalues")
     return figure
 
 
@@ -74,7 +74,7 @@ def spectral_density(result: "SpectralDensity", sigma: float | None) -> "Figure"
     axes.fill_between(grid, floor, np.maximum(density, floor), color=BLUE, alpha=0.35, lw=0)
     axes.plot(grid, np.maximum(density, floor), color=BLUE, lw=1)
     axes.set_yscale("log")
-    axes.set(xlabel="eigenvalue", ylabel="density", ylim=(floor, None), title="spectrum of the Hessian")
+    axes.set(xlabel="eigenvalue", ylabel="density", ylim=(floor, None), title="spectrum")
     return figure
 
 

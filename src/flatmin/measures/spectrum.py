@@ -1,9 +1,9 @@
-r"""The spectrum of a Hessian: its leading eigenvalues, and its density (Section 4.2)."""
+r"""The spectrum of a Hessian: its largest or smallest eigenvalues, and its density (Section 4.2)."""
 
 import math
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Eigenvalues:
-    r"""Leading eigenvalues and their vectors.
+    r"""Eigenvalues at one end of a spectrum, and their vectors.
 
     Attributes:
-        values: the k largest, algebraically, in descending order; float64.
+        values: the k largest, algebraically, in descending order, or the k smallest in ascending order; float64.
         vectors: of norm 1, in the columns of a tensor (dim, k).
         residuals: :math:`\lVert H v - \lambda v \rVert_2` of each pair, by Lanczos' recurrence.
         converged: whether every residual is below tol times the eigenvalue's magnitude (or at rounding).
@@ -47,18 +47,29 @@ class Eigenvalues:
         return plots.eigenvalues(self)
 
 
-def top_eigenvalues(op: Operator, k: int = 5, *, tol: float = 1e-3, max_iter: int = 200, seed: int = 0) -> Eigenvalues:
-    r"""Return the k largest eigenvalues, by Lanczos' method with two-pass reorthogonalization.
+def top_eigenvalues(
+    op: Operator,
+    k: int = 5,
+    *,
+    which: Literal["largest", "smallest"] = "largest",
+    tol: float = 1e-3,
+    max_iter: int = 200,
+    seed: int = 0,
+) -> Eigenvalues:
+    r"""Return the k largest or smallest eigenvalues, by Lanczos' method with two-pass reorthogonalization.
 
     It stops as soon as every residual :math:`\lVert H v - \lambda v \rVert` is at most
     :math:`tol\,|\lambda|`, which bounds the error of the eigenvalue by the same (and, where it is isolated,
     by its square over the gap). When the Krylov space closes early, the search continues in its complement, so
-    that multiple eigenvalues found there count as often as they occur. It keeps one vector of ``op.dim``
-    numbers for each product.
+    multiple eigenvalues found there count as often as they occur. It keeps one vector of ``op.dim``
+    numbers for each product. An eigenvalue near 0, such as the smallest of a Gauss-Newton matrix with fewer examples
+    than weights, has to be found to rounding, which may take as many products as there are weights.
 
     Args:
-        op: a :class:`HessianOperator`, or anything symmetric with ``dim``, ``dtype``, ``device`` and ``@``.
+        op: a :class:`flatmin.HessianOperator` or :class:`flatmin.GGNOperator`, or anything symmetric with ``dim``,
+            ``dtype``, ``device`` and ``@``.
         k: how many.
+        which: "largest", or "smallest": algebraically, so the most negative ones come first.
         tol: the residual to reach, relative to the eigenvalue.
         max_iter: the largest number of products.
         seed: of the random first vector.
@@ -78,10 +89,14 @@ def top_eigenvalues(op: Operator, k: int = 5, *, tol: float = 1e-3, max_iter: in
         >>> result = top_eigenvalues(HessianOperator(model, half_square, data), k=2)
         >>> result.values.round(3).tolist(), round(result.ratio(1, 2), 3)
         ([27.0, 12.0], 2.25)
+        >>> top_eigenvalues(HessianOperator(model, half_square, data), k=1, which="smallest").values.round(3).tolist()
+        [3.0]
     """
     check_operator(op)
     check_count("k", k)
     check_count("max_iter", max_iter)
+    if which not in ("largest", "smallest"):
+        raise ValueError(f'which must be "largest" or "smallest", got {which!r}.')
     if k > op.dim:
         raise ValueError(f"k must be at most the number of weights, {op.dim}, got {k}.")
     if max_iter < k:
@@ -89,7 +104,7 @@ def top_eigenvalues(op: Operator, k: int = 5, *, tol: float = 1e-3, max_iter: in
     if not tol > 0:
         raise ValueError(f"tol must be positive, got {tol!r}; 1e-3 is the default.")
     generator = torch.Generator().manual_seed(seed)
-    krylov = Krylov(op, random_normal(op, generator))
+    krylov = Krylov(op if which == "largest" else _Negative(op), random_normal(op, generator))
     limit = min(max_iter, op.dim)
     while True:
         krylov.step()
@@ -108,7 +123,17 @@ def top_eigenvalues(op: Operator, k: int = 5, *, tol: float = 1e-3, max_iter: in
             stacklevel=2,
         )
     vectors = krylov.basis.T @ torch.from_numpy(inner).to(op.device, op.dtype)
-    return Eigenvalues(values, vectors, residuals, done, krylov.num_steps)
+    return Eigenvalues(values if which == "largest" else -values, vectors, residuals, done, krylov.num_steps)
+
+
+class _Negative:
+    """Minus an operator: its largest eigenvalues are the smallest ones, negated."""
+
+    def __init__(self, op: Operator) -> None:
+        self.op, self.dim, self.dtype, self.device = op, op.dim, op.dtype, op.device
+
+    def __matmul__(self, v: Tensor) -> Tensor:
+        return -(self.op @ v)
 
 
 def _converged(krylov: Krylov, k: int, tol: float) -> bool:
@@ -153,11 +178,12 @@ def spectral_density(op: Operator, *, steps: int = 80, probes: int = 4, seed: in
 
     For a random vector z, :math:`z^\top f(H) z` is the sum of :math:`f(\theta_i) \tau_i^2` over the Ritz
     values, with the first components :math:`\tau_i` of their vectors, exactly for polynomials of degree up to
-    2 steps - 1; the mean over z is the trace of f(H). The probes are random signs, so that their weights are
+    2 steps - 1; the mean over z is the trace of f(H). The probes are random signs, so their weights are
     exact for a diagonal Hessian.
 
     Args:
-        op: a :class:`HessianOperator`, or anything symmetric with ``dim``, ``dtype``, ``device`` and ``@``.
+        op: a :class:`flatmin.HessianOperator` or :class:`flatmin.GGNOperator`, or anything symmetric with ``dim``,
+            ``dtype``, ``device`` and ``@``.
         steps: products for each probe (fewer where the Krylov space closes).
         probes: how many random vectors.
         seed: of the random vectors.

@@ -82,8 +82,8 @@ def home(tmp_path_factory):
     path = tmp_path_factory.mktemp("fuzz")
     with pytest.MonkeyPatch.context() as patch:
         in_an_empty_folder(path, patch)
-        written = measurements._written
-        patch.setattr(measurements, "_written", lambda target, facts, plot=None: written(target, facts))
+        measure = measurements.Bound.measure
+        patch.setattr(measurements.Bound, "measure", lambda *given: (measure(*given)[0], None))
         no_picture = {"file": "figure.svg", "inline": "", "content": ""}
         patch.setattr("flatmin.lab.report.content._pictures", lambda *a: no_picture)
         assert main(["train", *SETTINGS, "--output", "quiet", "--runs", "finished", "--checkpoint-seconds", "0"]) == 0

@@ -124,7 +124,7 @@ BAD = [
     (lambda: Optim(weight_decay=-1), "optim.weight_decay", "-1", "at least 0"),
     (lambda: Optim(label_smoothing=1), "optim.label_smoothing", "1.0", "[0, 1)"),
     (lambda: Optim(clip_norm=0), "optim.clip_norm", "0.0", "positive"),
-    (lambda: Optim(rho=-0.1), "optim.rho", "-0.1", "0.05"),
+    (lambda: Optim(rho=-0.1), "optim.rho", "-0.1", "0.01 to 0.5"),
     (lambda: Optim(p=0.5), "optim.p", "0.5", "[1, inf]"),
     (lambda: Optim(rho=0.1, ascent_steps=0), "optim.ascent_steps", "0", "at least 1"),
     (lambda: Optim(rho=0.1, p=3, ascent_steps=2), "optim.ascent_steps", "2", "p is not 1, 2 or inf"),

@@ -22,6 +22,7 @@ from flatmin.lab.data.randomness import Purpose, torch_seed
 from flatmin.lab.errors import RunError
 from flatmin.lab.models.build import build_model
 from flatmin.lab.runs.checkpoint import latest_checkpoint
+from flatmin.lab.runs.directory import read_result
 from flatmin.lab.spec.datasets import dataset_info
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
 from flatmin.lab.training.distributed import _unused_part
@@ -89,7 +90,7 @@ def test_two_workers_with_an_eps_each_equal_one_process_with_m_half_the_batch(tw
 def test_two_workers_measure_the_radius_of_one_process_with_m_half_the_batch(tmp_path):
     optim = Optim(rho="auto", lr=0.05)
     two = torchrun(dataclasses.replace(EXPERIMENT, optim=optim, epochs=1), tmp_path / "two")
-    found = json.loads((two / "result.json").read_text())["metrics"]["rho"]
+    found = read_result(two).metrics["rho"]
     alone = train(dataclasses.replace(EXPERIMENT, optim=dataclasses.replace(optim, m=10), epochs=1), runs=tmp_path)
     assert found == pytest.approx(alone.metrics["rho"], rel=1e-4)
 
