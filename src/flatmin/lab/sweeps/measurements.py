@@ -344,6 +344,6 @@ def measure_run(
                 if plot is not None:
                     plot().savefig(target.with_suffix(".svg"))
             # Last: if it exists, so do the plots. Read back, for the same facts as whoever asks next.
-            write_json(target.with_suffix(".json"), {"run": run.resolve().name, **at, **facts})
+            write_json(target.with_suffix(".json"), at | facts)
             found[name] = read_measurement(target.with_suffix(".json"))
     return found
