@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-CONTAINERS = (list, dict, set, collections.deque, collections.defaultdict, collections.OrderedDict, collections.Counter)
+CONTAINERS = frozenset(
+    [list, dict, set, collections.deque, collections.defaultdict, collections.OrderedDict, collections.Counter]
+)
 # Parameters, buffers, submodules and hooks of a module; the data of a trainer.
 NOT_RECORDS = frozenset(vars(nn.Module())) | {"train_dataset", "eval_dataset"}
 
@@ -25,27 +27,29 @@ class Records:
         self._states: list[tuple[Tensor, Tensor]] = []
         for owner in owners:
             attributes = vars(owner)
-            kept = {name: value for name, value in attributes.items() if name not in NOT_RECORDS}
+            kept = attributes.copy()
             self._attributes.append((attributes, kept))
-            for value in kept.values():
-                self._keep_content(value)
+            for name, value in kept.items():
+                if type(value) in CONTAINERS and name not in NOT_RECORDS:
+                    self._keep_content(value)
             for name in kept.get("_defaults", ()):  # torchmetrics update their states in place
                 if isinstance(kept.get(name), Tensor):
                     self._states.append((kept[name], kept[name].detach().clone()))
 
     def _keep_content(self, value: Any) -> None:
-        if type(value) not in CONTAINERS or id(value) in self._containers:
+        if id(value) in self._containers:
             return
         self._containers[id(value)] = (value, value.copy())
         if isinstance(value, dict):
             for item in value.values():
-                self._keep_content(item)
+                if type(item) in CONTAINERS:
+                    self._keep_content(item)
 
     @torch.no_grad()
     def restore(self) -> None:
         """Put everything back."""
         for attributes, kept in self._attributes:
-            for name in attributes.keys() - kept.keys() - NOT_RECORDS:
+            for name in attributes.keys() - kept.keys():
                 del attributes[name]
             attributes.update(kept)
         for container, content in self._containers.values():
