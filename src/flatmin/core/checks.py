@@ -12,6 +12,10 @@ from torch.optim import Optimizer
 
 DEFAULT_ETA = 0.01  # Kwon et al. (2021)
 FIND_RHO = "To find the scale: opt.rho = flatmin.suggest_rho(opt, loss_fn, loader).rho."
+LIGHTNING_HINT = (
+    " In Lightning: with manual optimization, run the second pass inside `with opt.perturbed():` before opt.step(); a "
+    "training_step may return None only with flatmin.integrations.lightning.SAMCallback, which skips the batch."
+)
 MIGRATION = (
     "Write SAM(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), rho=0.05, model=model), and "
     "opt.step(closure), or two visible passes with `with opt.perturbed():`. See the docs, page Migrating."
@@ -161,6 +165,7 @@ def keep_loss(loss: Any) -> Tensor:
         raise TypeError(
             f"The closure returned {_kind(loss)}: it must return the loss, after calling backward() on it."
             + (" Return outputs['loss'], say." if isinstance(loss, Mapping) else "")
+            + (LIGHTNING_HINT if loss is None else "")
         )
     value = torch.as_tensor(loss)
     if value.numel() != 1:
