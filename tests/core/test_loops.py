@@ -1,7 +1,6 @@
 """SAM in the loops people have: AMP, clipping, compilation, schedulers, hooks, trainers' wrappers."""
 
 import math
-import warnings
 
 import pytest
 import torch
@@ -320,15 +319,6 @@ def test_steps_work_where_gradients_are_switched_off():
     with torch.no_grad():
         opt.step(closure_of(model, opt, batch()))
     assert not torch.equal(before, weights(model))
-
-
-def test_no_warning_is_given_for_a_scheduler_stepped_after_sam():
-    model, opt = make()
-    scheduler = torch.optim.lr_scheduler.StepLR(opt, 1)
-    opt.step(closure_of(model, opt, batch()))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        scheduler.step()
 
 
 def test_repr_shows_the_settings_and_the_base():

@@ -62,7 +62,7 @@ def test_a_closure_that_adds_to_older_gradients_warns_once():
         loss.backward()
         return loss
 
-    with pytest.warns(UserWarning, match="added its gradient to one that was there before"):
+    with pytest.warns(UserWarning, match="accumulated into an existing gradient"):
         opt.step(accumulating)
     opt.step(accumulating)
 

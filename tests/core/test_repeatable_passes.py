@@ -165,7 +165,7 @@ def restore(model, saved):
     random.setstate(python_state)
 
 
-@pytest.mark.parametrize("kind", ["queue", "teacher", "spectral norm", "torch", "python"])
+@pytest.mark.parametrize("kind", ["queue", "assigned queue", "teacher", "spectral norm", "torch", "python"])
 @pytest.mark.parametrize("way", ["closure", "two passes", "accumulated"])
 def test_gradient_and_state_are_those_of_a_handwritten_sam_that_repeats_the_state(kind, way):
     model, opt, x = make(kind, rho=0.5)

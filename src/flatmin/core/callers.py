@@ -1,4 +1,4 @@
-"""Calls of ``SAM.step()`` that mean something else than they say: who calls is read from the stack."""
+"""Detect callers of SAM.step() that need special handling."""
 
 import sys
 

@@ -10,13 +10,13 @@ TORCH = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:
 
 
 def all_gather_single(output: Tensor, tensor: Tensor, group: Any) -> None:
-    """Gather the tensors of all ranks into one. Can go with torch 2.12, whose name for it is another."""
+    """Gather the tensors of all ranks into one. Remove when torch 2.12 support ends."""
     gather = dist.all_gather_single if TORCH >= (2, 13) else dist.all_gather_into_tensor
     gather(output, tensor, group=group)
 
 
 def shard_of_same_tensor(tensor: Tensor, mesh: Any, placements: Any) -> Tensor:
-    """Return this rank's part of a tensor that all ranks have. The second half can go with torch 2.6.
+    """Return this rank's part of a tensor that all ranks have. Remove the second half when torch 2.6 support ends.
 
     There, ``distribute_tensor`` sends the tensor of rank 0, also to replicas that have their own.
     """
@@ -32,7 +32,7 @@ def shard_of_same_tensor(tensor: Tensor, mesh: Any, placements: Any) -> Tensor:
 
 
 def has_saved_tensors_hooks() -> bool:
-    """Return whether hooks on saved tensors are active, as in checkpointing. Can go with torch 2.6.
+    """Return whether hooks on saved tensors are active, as in checkpointing. Remove when torch 2.6 support ends.
 
     There, disabling hooks raises an error if some are active. Whether they are *allowed* is another question.
     """

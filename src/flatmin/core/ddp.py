@@ -1,8 +1,8 @@
-"""Data-parallel workers: which passes reduce gradients, and one reduction where there would be many."""
+"""Data-parallel workers (DDP, HSDP): which passes reduce gradients, and one reduction instead of many."""
 
 import contextlib
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flatmin.core.dtensor import is_sharded
-from flatmin.core.hsdp import average_over_replicas, replicated_groups, within_replicas
+from flatmin.core.dtensor import is_sharded, local_part
 
 BUCKET_BYTES = 25 * 1024 * 1024  # as large as DistributedDataParallel's
 
@@ -25,7 +24,7 @@ def check_model(model: nn.Module | None, parameters: Iterable[Tensor], sync_pert
     """Raise for the ways of parallel training that SAM cannot work in.
 
     Raises:
-        TypeError: the model is no module.
+        TypeError: the model is not an nn.Module.
         ValueError: FSDP1, or DDP's static graph with a perturbation for each worker.
     """
     if model is not None and not isinstance(model, nn.Module):
@@ -82,7 +81,7 @@ def warn_if_passes_cannot_be_local(model: nn.Module | None, parameters: Iterable
         warnings.warn(
             "There are several workers, but SAM's model "
             + ("is not given" if model is None else f"({type(model).__name__}) has no no_sync()")
-            + ", so that it cannot keep the first pass on its worker: the perturbation is shared if your wrapper "
+            + ", so it cannot keep the first pass on its worker: the perturbation is shared if your wrapper "
             "reduces gradients in every backward pass, and gradients are then reduced twice per step. Pass the "
             "DistributedDataParallel module as model=, or sync_perturbation=True if a shared one is what you want.",
             UserWarning,
@@ -130,3 +129,60 @@ def _buckets(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
         bucket.append(p)
         latest[(p.dtype, p.device)] = (bucket, filled + size)
     return buckets
+
+
+# HSDP: models that FSDP2 shards over the ranks of a group and replicates over several such groups.
+
+
+def replicated_groups(model: nn.Module | None) -> list[Any]:
+    """Return FSDP2's parameter groups whose gradients are averaged over replicas; none without HSDP.
+
+    There is no public way to them. ``set_requires_all_reduce(False)``, which is public, leaves a gradient that has not
+    been averaged in no place where it could be read, and adds it to the next one.
+    """
+    found: dict[int, Any] = {}
+    for module in model.modules() if model is not None else ():
+        state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None  # type: ignore[operator]
+        # Older releases of torch have one group for a module, or None where it has no parameters of its own.
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        for group in groups:
+            replicas = getattr(getattr(group, "mesh_info", None), "replicate_process_group", None)
+            if replicas is not None and dist.get_world_size(replicas) > 1:
+                found[id(group)] = group
+    return list(found.values())
+
+
+def replica_of(model: nn.Module | None) -> int:
+    """Return the number of the replica that this rank has a part of."""
+    groups = replicated_groups(model)
+    return dist.get_rank(groups[0].mesh_info.replicate_process_group) if groups else 0
+
+
+@contextlib.contextmanager
+def within_replicas(groups: Iterable[Any]) -> Iterator[None]:
+    """Make backward passes in this context average gradients over the shards of a replica, but not over replicas."""
+    meshes = {id(group.mesh_info): group.mesh_info for group in groups}.values()
+    saved = [(mesh, mesh.replicate_process_group) for mesh in meshes]
+    try:
+        for mesh, _ in saved:
+            mesh.replicate_process_group = None  # as in FSDP without replicas
+        yield
+    finally:
+        for mesh, replicas in saved:
+            mesh.replicate_process_group = replicas
+
+
+@torch.no_grad()
+def average_over_replicas(groups: Iterable[Any]) -> None:
+    """Replace the gradients of passes within replicas by what a pass over all of them leaves: one reduction a group."""
+    for group in groups:
+        grads = [local_part(p.sharded_param.grad) for p in group.fsdp_params if p.sharded_param.grad is not None]
+        if not grads:
+            continue
+        replicas = group.mesh_info.replicate_process_group
+        flat = torch.cat([grad.reshape(-1) for grad in grads]).to(group.device)  # where offloaded
+        if getattr(group, "gradient_divide_factor", None) is None:  # else the user's factor counts all ranks already
+            flat.div_(dist.get_world_size(replicas))
+        dist.all_reduce(flat, group=replicas)
+        parts: list[Tensor] = list(torch.split(flat, [grad.numel() for grad in grads]))
+        torch._foreach_copy_(grads, [part.view(grad.shape) for part, grad in zip(parts, grads, strict=True)])

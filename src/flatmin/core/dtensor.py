@@ -12,7 +12,7 @@ from torch import Tensor
 from flatmin.core.compat import all_gather_single, shard_of_same_tensor
 
 Shards = tuple[Any, tuple[int, ...]]
-"""A device mesh, and those of its dimensions over which a tensor is split."""
+"""A device mesh, and the dimensions of it over which a tensor is split."""
 
 
 def is_sharded(tensor: object) -> TypeGuard[Any]:

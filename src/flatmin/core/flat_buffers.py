@@ -36,7 +36,7 @@ class Block:
 
     group: int
     parameters: list[Tensor]
-    plain: bool  # ordinary dense real tensors, so that nothing has to be unwrapped
+    plain: bool  # ordinary dense real tensors: nothing has to be unwrapped
     shards: dtensor.Shards | None
     zeros: list[Tensor]  # in the parameters' shapes, without memory
     saved: Tensor  # flat

@@ -7,21 +7,21 @@ from torch import Tensor
 
 from flatmin.core import ddp
 from flatmin.core.gradient_sum import GradientSum
-from flatmin.core.metrics import SAMMetrics, plain_metrics, weighted_mean
+from flatmin.core.metrics import plain_metrics, weighted_mean
 from flatmin.core.pass_state import ModelState
-from flatmin.core.step_passes import Closure, Share, StepPasses
+from flatmin.core.step_passes import Closure, SAMPasses, Share, StepPasses
 
 
 def micro_batch_gradient(
     passes: StepPasses, closures: list[Closure], rest: Closure | None, shares: list[float], *, is_plain: bool
-) -> SAMMetrics:
+) -> SAMPasses:
     r"""Leave the gradient of a batch in the parameters, reduced over the workers, and return what was measured.
 
     With shares :math:`s_i` of the closures, :math:`s_r` of the rest, and c the weight of the correction, that is
 
     .. math:: \sum_i s_i \left( g_i(w) + c\, (g_i(w + \epsilon_i) - g_i(w)) \right) + s_r g_r(w),
 
-    where c is 1 without a rest and :math:`1 / \sum_i s_i` with one, so that the correction keeps SAM's strength.
+    where c is 1 without a rest and :math:`1 / \sum_i s_i` with one: the correction keeps SAM's strength.
 
     Args:
         passes: runs the passes.
@@ -37,27 +37,29 @@ def micro_batch_gradient(
     weight = passes.settings.correction_weight(corrected)
     total = GradientSum(list(passes.parameters()))
     before = ModelState(passes.state.model, passes.parameters())
-    measured: list[SAMMetrics] = []
+    measured: list[SAMPasses] = []
     try:
         for closure, share in zip(closures, own, strict=True):
             if is_plain:
-                measured.append(plain_metrics(passes.run(closure, reduce=False)))
+                loss = passes.run(closure, reduce=False)
+                measured.append(SAMPasses(plain_metrics(loss), loss))
                 total.take(share)
             else:
                 if rest is not None and measured:
                     before.restore()  # as for the rest: all start from the same state
                 in_total = Share(total, share, weight)
                 measured.append(passes.sam_gradient(closure, share=in_total, keep_state=rest is None))
-        metrics = weighted_mean(measured, [share / corrected for share in own])
+        metrics = weighted_mean([one.metrics for one in measured], [share / corrected for share in own])
+        loss = torch.stack([one.loss * share for one, share in zip(measured, own, strict=True)]).sum()
         if rest is None:
             put_reduced(passes, total)
-            return metrics
-        before.restore()  # the few examples of a part would make noisy statistics: those of the rest count
-        loss = _add_rest(passes, rest, shares[-1], total)
+            return SAMPasses(metrics, loss)
+        before.restore()  # the few examples of a part would make noisy statistics: the rest's count
+        rest_loss = shares[-1] * _add_rest(passes, rest, shares[-1], total)
     except BaseException:
         before.restore()
         raise
-    return dataclasses.replace(metrics, loss=corrected * metrics.loss + shares[-1] * loss)
+    return SAMPasses(dataclasses.replace(metrics, loss=corrected * metrics.loss + rest_loss), loss + rest_loss)
 
 
 def put_reduced(passes: StepPasses, total: GradientSum) -> None:

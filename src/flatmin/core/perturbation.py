@@ -63,7 +63,7 @@ def row_(u: Tensor, q: float) -> Tensor:
 
 
 def join(rows: Tensor, q: float) -> Tensor:
-    r"""Merge rows (n, 2) of parts into that of the whole: :math:`\lVert u \rVert_q^q = \sum_i \lVert u_i \rVert_q^q`.
+    r"""Merge rows (n, 2) of parts into the whole's row: :math:`\lVert u \rVert_q^q = \sum_i \lVert u_i \rVert_q^q`.
 
     Example:
         >>> both = join(torch.stack([row_(torch.tensor([3.0]), 2), row_(torch.tensor([4.0]), 2)]), 2)
@@ -97,7 +97,7 @@ def dual(p: float, joint: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tens
     Args:
         p: the norm of the ball.
         joint: the joint row of the whole vector, for the dual exponent q.
-        dtype: that of the parts, float32 or better.
+        dtype: of the parts, float32 or better.
 
     Returns:
         A function of a part, which it overwrites and returns.

@@ -53,7 +53,7 @@ class Replay:
         self._first_forward: PassState | None = None
 
     def watch(self, model: nn.Module | None) -> None:
-        """Record the forward passes of a model, and no longer those of another one."""
+        """Record the forward passes of a model, and no longer another model's."""
         if self._handle is not None:
             self._handle.remove()
         self._handle = None if model is None else model.register_forward_pre_hook(_ForwardHook(self), prepend=True)
@@ -80,7 +80,7 @@ class Replay:
 
     @contextlib.contextmanager
     def repeated(self) -> Iterator[None]:
-        """Start a second pass where the first one began; its generators must end where those of the first one did.
+        """Start a second pass where the first one began; its generators must end where the first one's did.
 
         Raises:
             ValueError: at the end, if they do not.

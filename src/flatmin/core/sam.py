@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flatmin.core import ddp, dtensor, hsdp
+from flatmin.core import ddp, dtensor
 from flatmin.core.batch_split import Batch, call_with, split_batch
 from flatmin.core.callers import check_not_in_grad_scaler, is_checkpoint_initialization
 from flatmin.core.checks import MIGRATION, check_base, check_closures, check_generator, check_loss, check_rho, shares_of
@@ -25,8 +25,8 @@ from flatmin.core.step_passes import GENERATOR_KEY, RHO_KEY, Closure, FirstPass,
 from flatmin.core.step_state import StepState
 
 USED_WARNING = (
-    "The gradients of the last step were still there when the first pass began, and its gradient was added to them: "
-    "SAM's direction then comes from both. Call opt.zero_grad() before the first pass."
+    "Gradients of the previous step were not zeroed, so the ascent direction mixes both. Call opt.zero_grad() before "
+    "the first pass."
 )
 
 
@@ -72,9 +72,10 @@ class SAM(OptimizerWrapper):
     loaded into the other. A parameter group may have its own radius under the key ``sam_rho``: then
     :math:`\epsilon = T\, dual_p(T g)` with T the group's radius, still with one joint norm. 0 takes the group out.
 
-    What holds: weights come back exactly, even if an exception is raised; a zero or non-finite gradient gives
-    :math:`\epsilon = 0`; nothing synchronizes with the device; random layers (dropout) draw the same noise in all
-    passes (in way 2, from ``opt.zero_grad()`` on). A closure must not draw a new batch, as it is called twice.
+    Guarantees: weights come back exactly, even if an exception is raised; a zero or non-finite gradient gives
+    :math:`\epsilon = 0`; nothing synchronizes with the device; all passes draw the same noise and, with ``model``,
+    start from the same buffers. A closure is called twice, so it must not draw a new batch
+    (:func:`flatmin.check_pass`).
 
     Args:
         base: a built optimizer, such as ``torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)``.
@@ -91,16 +92,15 @@ class SAM(OptimizerWrapper):
             :math:`\epsilon = -\rho v / \lVert v \rVert` with v the base's momentum (Momentum-SAM, Becker et al., 2024),
             which costs one pass and needs a rho of 1 to 3.
         weight: the factor c of the correction: a step uses :math:`g + c\, (g(w + \epsilon) - g)`. None is full
-            strength, so that the mean over examples is that of SAM: 1 divided by the share of the examples that are
-            corrected. 0 is the base optimizer. Any c but 1 needs one more copy of the gradients.
+            strength: 1 divided by the share of the examples that are corrected, so the mean over examples is SAM's. 0
+            is the base optimizer. Any c but 1 needs one more copy of the gradients.
         generator: where random directions come from; part of the state dict. If None, one is made from
             ``torch.initial_seed()`` (and the worker's rank, where each has its own perturbation). Generators given to
             several workers must be seeded alike for sharded parameters (HSDP: within a replica) or a shared
             perturbation, else differently.
-        model: the model, as you call it (so the DistributedDataParallel or compiled one). With it, the buffers of the
-            model (running statistics of batch norm and all others) are those of the first pass, and under DDP the first
-            pass stays on its worker, under HSDP within its replica. Assign to ``opt.model`` after wrapping or compiling
-            the model.
+        model: the model, as you call it (so the DistributedDataParallel or compiled one). With it, all passes start
+            from the same buffers (and EMA teachers), the first pass decides what is left of them, and under DDP it
+            stays on its worker, under HSDP within its replica. Assign to ``opt.model`` after wrapping or compiling it.
         sync_perturbation: under DDP, share one perturbation instead of having one per worker, which the paper
             recommends and which needs one reduction of gradients per step instead of two; under HSDP, one per replica.
 
@@ -166,7 +166,7 @@ class SAM(OptimizerWrapper):
         self.rho = rho
         if direction == "random":
             shared = sync_perturbation or any(dtensor.is_sharded(p) for p in self._passes.parameters())
-            replica = 0 if sync_perturbation else hsdp.replica_of(model)
+            replica = 0 if sync_perturbation else ddp.replica_of(model)
             self.generator = generator or direction_generator(self._passes.devices()[0], shared=shared, replica=replica)
             self.param_groups[0][GENERATOR_KEY] = self.generator.get_state()
 
@@ -260,7 +260,7 @@ class SAM(OptimizerWrapper):
 
     @not_compiled
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients. In the two-pass form the noise of the first pass is replayed from here on."""
+        """Reset the gradients."""
         marks = self._state.marks
         if marks.is_held:
             return
@@ -277,10 +277,10 @@ class SAM(OptimizerWrapper):
     def perturbed(self, loss: Tensor | None = None) -> AbstractContextManager[PerturbedPass]:
         r"""Move to :math:`w + \epsilon` within the block, with the direction of the gradients on entry.
 
-        The gradients are reset on entry; those of the pass within the block are what the next ``step()`` uses. On exit,
-        after an exception too, w comes back exactly, and so do the buffers of ``model``. Random layers draw the noise
-        that they drew since ``opt.zero_grad()``; torch's generators end where the first pass left them. So call
-        ``opt.zero_grad()`` after the batch was drawn, right before the first pass.
+        The gradients are reset on entry; the next ``step()`` uses the gradients of the pass within the block. On exit,
+        after an exception too, w comes back exactly, and buffers and generators are as the first pass left them. The
+        block draws the noise of the first pass, which begins where ``model`` is called or, if that comes first, at
+        ``opt.zero_grad()``. Without ``model``, call that after the batch was drawn, right before the first pass.
 
         Gradients from several backward passes before the block, and again within it, are gradient accumulation with one
         shared perturbation. Gradients of a scaled loss need no unscaling before the block: :math:`\epsilon` does not
@@ -296,7 +296,8 @@ class SAM(OptimizerWrapper):
 
         Raises:
             ValueError: within another ``perturbed()``, without gradients, with gradients of a block that no ``step()``
-                has used, or with ``ascent_steps`` above 1, which needs a closure.
+                has used, or with ``ascent_steps`` above 1, which needs a closure; at the end, if the block drew other
+                noise than the first pass, or ran fewer backward passes.
         """
         return NotCompiledContext(self._perturbed(loss))
 
@@ -481,19 +482,17 @@ class SAM(OptimizerWrapper):
                 f"ascent has no gradient of the closure at w, which a correction of weight {weight:g} is added to. Use "
                 "step_batch(part=...) or rest= to save passes, or weight=None."
             )
-        measured_at_w = ascent is None and (first is not None or passes.needs_first_pass(weight))
         share = None if weight == 1.0 else Share(GradientSum(list(passes.parameters())), 1.0, weight)
-        metrics = state.metrics = passes.sam_gradient(closure, ascent=ascent, share=share, first=first)
+        state.metrics, loss = passes.sam_gradient(closure, ascent=ascent, share=share, first=first)
         if share is not None:
             put_reduced(passes, share.total)
-        return metrics.loss if measured_at_w else metrics.perturbed_loss
+        return loss
 
     def _micro_batch_gradient(self, closures: list[Closure], rest: Closure | None, shares: list[float]) -> Tensor:
         """Run the passes of several closures with one perturbation each, and a plain pass on the rest."""
         is_plain = not self.needs_perturbed_pass
-        measured_at_w = is_plain or self._passes.needs_first_pass()
-        metrics = self._state.metrics = micro_batch_gradient(self._passes, closures, rest, shares, is_plain=is_plain)
-        return metrics.loss if measured_at_w or rest is not None else metrics.perturbed_loss
+        self._state.metrics, loss = micro_batch_gradient(self._passes, closures, rest, shares, is_plain=is_plain)
+        return loss
 
     def _base_step(self) -> None:
         self.base.step()

@@ -35,7 +35,7 @@ class Settings:
         p = check_p(p)
         if direction == "momentum" and weight not in (None, 1):
             raise ValueError(
-                f'direction="momentum" takes one pass, at w + eps, so that there is nothing to mix: weight={weight!r} '
+                f'direction="momentum" takes one pass, at w + eps, so there is nothing to mix: weight={weight!r} '
                 "does not go with it. Leave it at None."
             )
         return cls(

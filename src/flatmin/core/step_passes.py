@@ -23,14 +23,14 @@ from flatmin.core.weight_perturber import AscentNorms
 
 Closure = Callable[[], Any]
 
-# In the first parameter group, because that is what checkpoints keep, those of torch.distributed too.
+# In the first parameter group, because that is what checkpoints keep, torch.distributed's too.
 GENERATOR_KEY = "sam_generator"
 RHO_KEY = "sam_default_rho"
 
 MOMENTUM_KEYS = ("momentum_buffer", "exp_avg")
 ACCUMULATION_WARNING = (
-    "The closure added its gradient to one that was there before: SAM's direction then comes from both, but its second "
-    "pass is the closure's alone. Zero the gradients in the closure. To accumulate over micro-batches, pass a list of "
+    "The closure accumulated into an existing gradient: SAM's direction then comes from both, but its second pass is "
+    "the closure's alone. Zero the gradients in the closure. To accumulate over micro-batches, pass a list of "
     "closures, or run all of them in both passes of `with opt.perturbed():`."
 )
 
@@ -40,6 +40,14 @@ class FirstPass(NamedTuple):
 
     start: PassState
     loss: Tensor
+
+
+class SAMPasses(NamedTuple):
+    """What the passes of one closure measured."""
+
+    metrics: SAMMetrics
+    loss: Tensor
+    """Of the closure: at w, or at w + eps if there was no pass at w."""
 
 
 class Share(NamedTuple):
@@ -76,7 +84,7 @@ class StepPasses:
         share: Share | None = None,
         first: FirstPass | None = None,
         keep_state: bool = True,
-    ) -> SAMMetrics:
+    ) -> SAMPasses:
         """Run the passes of one closure.
 
         The SAM gradient is left in the parameters' gradients, reduced over the workers, or added to ``share.total`` and
@@ -103,13 +111,14 @@ class StepPasses:
             perturbed_loss = self.run(closure, reduce=share is None)
         unknown = perturbed_loss.new_full((), math.nan)
         loss = unknown if first is None else first.loss
-        return SAMMetrics(
+        metrics = SAMMetrics(
             loss=loss,
             perturbed_loss=perturbed_loss,
             sharpness=unknown if ascent is not None else perturbed_loss - loss,
             grad_norm=norms.gradient,
             perturbation_norm=norms.perturbation,
         )
+        return SAMPasses(metrics, perturbed_loss if first is None or ascent is not None else loss)
 
     @contextlib.contextmanager
     def at_perturbed_weights(
@@ -117,7 +126,7 @@ class StepPasses:
     ) -> Iterator[AscentNorms]:
         """Move to w + eps on entry and come back on exit, whatever happens in between.
 
-        With a ``share``, the gradients on entry and those of the block are added to its total. ``stay`` stays at w.
+        With a ``share``, the gradients on entry and of the block are added to its total. ``stay`` stays at w.
         """
         state = self.state
         radii = [0.0 if stay else radius for radius in self.radii()]
@@ -190,7 +199,7 @@ class StepPasses:
         return loss
 
     def call_after_a_pass(self, closure: Closure) -> FirstPass | None:
-        """Call a closure that comes after ``perturbed()``; None if it does nothing, as that of a trainer's wrapper.
+        """Call a closure that comes after ``perturbed()``; None if it does nothing, like a trainer's wrapper.
 
         One that computes gradients is a real one, and this was its first pass.
         """

@@ -146,13 +146,14 @@ class WeightPerturber:
                     u = chunk.load(source).mul_(ball.scale(block, chunk))
                     plain = torch.cat([perturbation.row_(u, q), plain])
                 rows[-1].append(plain)
-        joint = self._join(rows, q)  # of T * g in front, and of g behind it where that is another
-        gradient_norm = perturbation.norm(joint[-2:], q)
-        scaled_norm = perturbation.norm(joint[:2], q) if scaled else gradient_norm
+        joint = self._join(rows, q)
+        of_scaled, of_gradient = joint[:2], joint[-2:]  # the same row if T is one number
+        gradient_norm = perturbation.norm(of_gradient, q)
+        scaled_norm = perturbation.norm(of_scaled, q) if scaled else gradient_norm
 
         moved: list[list[Tensor]] = []
         for block, source in zip(self._blocks, sources, strict=True):
-            here = joint[:2].to(block.saved.device, non_blocking=True)
+            here = of_scaled.to(block.saved.device, non_blocking=True)
             make_direction = perturbation.dual if noise is None else perturbation.unit
             to_direction = make_direction(ball.p, here, block.chunks[0].scratch.dtype)
             parts = block.parts()

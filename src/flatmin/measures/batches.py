@@ -67,7 +67,7 @@ def check_batch(batch: Any) -> int:
         raise TypeError(f"data must yield batches (inputs, targets), got a {got}.")
     tensors = leaves(batch)
     if not tensors or any(t.ndim == 0 for t in tensors):
-        raise TypeError("data must yield tensors with the examples along dimension 0, got a batch without.")
+        raise TypeError("data must yield tensors with the examples along dimension 0, got a batch without tensors.")
     sizes = {len(t) for t in tensors}
     if len(sizes) > 1:
         raise ValueError(f"Every tensor of a batch must hold the same number of examples, got {sorted(sizes)}.")
@@ -167,7 +167,7 @@ def measuring(data: object = None) -> Iterator[None]:
 
 @contextmanager
 def preserve_rng_state(data: object = None) -> Iterator[None]:
-    """Leave every global random state (torch, CUDA, numpy, random), and those of a loader, as it was."""
+    """Leave every global random state (torch, CUDA, numpy, random), and a loader's own, as it was."""
     owners = (data, getattr(data, "sampler", None))
     generators = [g for g in (getattr(o, "generator", None) for o in owners) if isinstance(g, torch.Generator)]
     own = [g.get_state() for g in generators]

@@ -40,7 +40,7 @@ def sam_update_cosine(
         allow_nondeterministic: allow a random model; both updates see the same noise.
 
     Raises:
-        ValueError: if rho < 0, or an update is zero or not finite, so that it has no direction.
+        ValueError: if rho < 0, or an update is zero or not finite: it has no direction.
 
     Example:
         For L(w) = w^2 / 2 in one dimension the second-order term vanishes.

@@ -34,7 +34,7 @@ class Landscape:
     Attributes:
         loss: (points,) or (points, points), with i first; one more dimension in front if there were several
             models.
-        accuracy: the same; NaN where the outputs are not those of a classifier.
+        accuracy: the same; NaN where the outputs are not a classifier's.
         coordinates: a, ascending, with an exact 0 in the middle.
         labels: a name for each model.
         directions: "random" or "hessian".
@@ -94,7 +94,7 @@ def loss_landscape(
         seed: of the directions.
         move_1d: whether biases and the weights of norm layers move as well.
         batch_norm: "running" normalizes with the statistics of the trained model at every point, as Li et al.
-            did; "batch" with those of each batch, as in training. The model's own statistics never change.
+            did; "batch" with each batch's, as in training. The model's own statistics never change.
         params: restricts the directions to these parameters (of the first model) or names.
         progress: whether to write the time left to standard error; if None, where that is a terminal.
         group: each rank holds a shard of the data; only the first one uses the cache.
@@ -102,7 +102,7 @@ def loss_landscape(
 
     Raises:
         ValueError: if a setting is out of range, the models differ in shape, the loss is not finite at a
-            model, or the cache is that of another landscape (it is left as it was).
+            model, or the cache belongs to another landscape (it is left as it was).
 
     Example:
         The loss w^2 / 2 at w = 2 along d = +-2, by filter normalization: (2 + 2 a)^2 / 2.
@@ -132,7 +132,7 @@ def loss_landscape(
         "batch_norm": batch_norm,
     }
     center = (half,) * dims
-    # The center first: it shows at once whether a cache is that of this loss.
+    # The center first: it shows at once whether a cache belongs to this loss.
     order = sorted(itertools.product(range(points), repeat=dims), key=lambda index: index != center)
     shape = (len(objectives), *(points,) * dims)
     loss, accuracy = np.full(shape, math.nan), np.full(shape, math.nan)
@@ -246,7 +246,7 @@ def _objectives(
     for number, other in enumerate(shapes[1:], 2):
         if other != shapes[0]:
             raise ValueError(
-                f"Model {number} has parameters of other names or shapes than model 1, so that there are no directions "
+                f"Model {number} has parameters of other names or shapes than model 1, so there are no directions "
                 "they share. Look at them one by one."
             )
     return [

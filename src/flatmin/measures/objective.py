@@ -1,6 +1,6 @@
 r"""A loss on fixed data, :math:`L_S(w) = \frac{1}{n} \sum_i \ell(w, x_i, y_i)`; the model stays as it is.
 
-The model runs through ``torch.func.functional_call`` with weights and buffers handed in from outside, so that
+The model runs through ``torch.func.functional_call`` with weights and buffers handed in from outside, so
 its own are never written. Means over batches are weighted by the number of examples, so that ragged batches
 are exact.
 """
@@ -32,7 +32,7 @@ from flatmin.measures.values import Totals, Value
 LossFn = Callable[[Any, Any], Tensor]
 Result = TypeVar("Result")
 
-NUM_PROBED_EXAMPLES = 2  # enough to see a model draw random numbers; small against any real pass
+NUM_PROBED_EXAMPLES = 2  # enough to see a model draw random numbers; small compared with any real pass
 
 
 class Objective:

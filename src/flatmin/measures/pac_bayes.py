@@ -36,7 +36,7 @@ class Bound:
         union_term: :math:`8 \log(6n + 3k)`, from the union over the widths of the prior.
         complexity: the range of the loss times the root of the sum of the three terms over n - 1.
         total: sharp_loss + complexity.
-        vacuous: whether total exceeds the range, so that it says nothing that was not known.
+        vacuous: whether total exceeds the range and says nothing new.
         loss_range: the largest value of the loss; the smallest is 0.
         num_examples: n.
         num_weights: k.
@@ -92,7 +92,7 @@ def pac_bayes_bound(
 
     Departures: the theorem's :math:`\tilde O(1)` is the proof's 8 log(6n + 3k). The proof drops the 1 that
         its display before carries (1/4 under a root that is then doubled): it would add 1 to the numerator. A
-        loss in [0, R] is divided by R, so that the root is multiplied by it. The maximum is what ascent
+        loss in [0, R] is divided by R, so the root is multiplied by it. The maximum is what ascent
         finds, the weights themselves included.
 
     For the 0-1 error pass any differentiable loss with ``metric="error"``: it is ascended, and the error is

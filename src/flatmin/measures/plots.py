@@ -197,7 +197,7 @@ def _per_model(result: "Landscape", metric: str) -> np.ndarray:
         raise ValueError(f'metric must be "loss" or "accuracy", got {metric!r}.')
     values = result.loss if metric == "loss" else result.accuracy
     if not np.isfinite(values).any():
-        raise ValueError(f"There is no {metric} in this landscape: the model is no classifier.")
+        raise ValueError(f"There is no {metric} in this landscape: the model is not a classifier.")
     num, points = len(result.labels), len(result.coordinates)
     values = np.where(np.isfinite(values), values, values[np.isfinite(values)].max())
     return values.reshape(num, points, *(() if values.size == num * points else (points,)))

@@ -23,7 +23,7 @@ class Score:
     Attributes:
         score: the competition's, in [0, 1]: the smallest of ``per_set`` over the sets of two hyperparameters.
         null_low: the 2.5 % quantile of the score when the measure is shuffled among the models.
-        null_high: the 97.5 % quantile; a score below it is no evidence.
+        null_high: the 97.5 % quantile; a score below it is not evidence.
         kendall_tau: the rank correlation of the measure and the gap, in [-1, 1]; it keeps the sign.
         per_set: the normalized conditional mutual information for every set of at most two hyperparameters,
             by their positions; NaN where the set leaves nothing to predict. Their smallest is the score of

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class NoErrorRateError(ValueError):
-    """The outputs are not those of a classifier."""
+    """The outputs are not a classifier's."""
 
 
 @dataclass(frozen=True)
