@@ -80,14 +80,14 @@ class ModelState:
                 if tensor.data_ptr() != data.data_ptr() or tensor.shape != data.shape:
                     tensor.data = data
             if copy is not None:
-                local_part(tensor).copy_(copy)
+                (local_part(tensor) if data is None else tensor).copy_(copy)
 
 
 def _save(tensors: Tensors, name: str, tensor: Tensor, *, copy: bool = True) -> _Saved:
-    ordinary = type(tensor) in (Tensor, nn.Parameter, nn.Buffer)  # and not sharded or quantized
-    return _Saved(
-        tensors, name, tensor, tensor.data if ordinary else None, local_part(tensor).clone() if copy else None
-    )
+    if type(tensor) in (Tensor, nn.Parameter):
+        return _Saved(tensors, name, tensor, tensor.data, tensor.clone() if copy else None)
+    # Sharded or quantized: only the numbers.
+    return _Saved(tensors, name, tensor, None, local_part(tensor).clone() if copy else None)
 
 
 class PassState:
