@@ -107,7 +107,8 @@ def edges(best: Experiment, tried: Sequence[Experiment]) -> list[tuple[str, floa
     found = []
     for name in TUNED:
         values, at = [_setting(e, name) for e in tried], _setting(best, name)
-        if len(set(values)) > 1 and at in (min(values), max(values)):
+        # A grid of two values has no inside: it is a choice between two settings.
+        if len(set(values)) > 2 and at in (min(values), max(values)):
             found.append((name, at / 2 if at == min(values) else 2 * at))
     return found
 
