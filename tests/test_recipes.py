@@ -49,15 +49,15 @@ def test_tutorial():
     assert result["SAM eigenvalue"] < result["SGD eigenvalue"] / 2
 
 
-def blocks(heading, language="python"):
-    """Return the code blocks of a section of the recipes."""
-    (section,) = re.findall(rf"^## {heading}$(.*?)(?=^## |\Z)", (ROOT / "docs/recipes.md").read_text(), re.M | re.S)
+def blocks(heading, language="python", page="recipes"):
+    """Return the code blocks of a section of a page."""
+    (section,) = re.findall(rf"^##? {heading}$(.*?)(?=^## |\Z)", (ROOT / f"docs/{page}.md").read_text(), re.M | re.S)
     return re.findall(rf"^```{language}\n(.*?)^```", section, re.M | re.S)
 
 
-def run_recipe(heading, index=0, **names):
+def run_recipe(heading, index=0, page="recipes", **names):
     names |= {"SAM": SAM, "torch": torch, "nn": nn, "partial": partial}
-    exec(blocks(heading)[index], names)
+    exec(blocks(heading, page=page)[index], names)
     return SimpleNamespace(**names)
 
 
