@@ -20,7 +20,7 @@ from torch.func import functional_call
 
 from benchmarks.harness import table
 from benchmarks.resnet import resnet20
-from flatmin.measures import HessianOperator, m_sharpness, top_eigenvalues
+from flatmin.measures import GGNOperator, HessianOperator, m_sharpness, top_eigenvalues
 
 LOSS = nn.CrossEntropyLoss()
 NUM_TOP, TOL = 5, 1e-3
@@ -120,6 +120,24 @@ def load_peers():
     return found
 
 
+def report_ggn(repeats):
+    """One Gauss-Newton product, of flatmin and of curvlinops, in one batch and in four."""
+    peers = load_peers()
+    if "curvlinops + eigsh" not in peers:
+        return
+    model, x, y = problem()
+    v = torch.randn(sum(p.numel() for p in model.parameters()))
+    rows = []
+    for name, size in (("one batch", 256), ("four batches", 64)):
+        data = list(zip(x.split(size), y.split(size), strict=True))
+        ours = GGNOperator(model, LOSS, data)
+        theirs = peers["curvlinops + eigsh"][0].GGNLinearOperator(model, LOSS, list(model.parameters()), data)
+        seconds = medians({"flatmin": lambda: ours @ v, "curvlinops": lambda: theirs @ v}, repeats)  # noqa: B023
+        rows.append([name, f"{seconds['flatmin'] / seconds['curvlinops']:.2f}", "at most 1"])
+    print("\nOne Gauss-Newton product over curvlinops', batch 256\n")
+    print(table(["", "time over curvlinops'", "to reach"], rows))
+
+
 def top_five(model, x, y):
     """The five largest eigenvalues: functions that return values and vectors.
 
@@ -214,6 +232,7 @@ def main(arguments: list[str] | None = None) -> None:
     report_sharpness(options.repeats)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the peers' own
+        report_ggn(options.repeats)
         report_top_five()
 
 

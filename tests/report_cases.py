@@ -1,8 +1,9 @@
 """Invented findings, and the directories of the runs that they name."""
 
-import json
 import math
 
+from flatmin.lab.runs.history import write_history
+from flatmin.lab.runs.json_files import write_json
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
 from flatmin.lab.studies.findings import (
     Cell,
@@ -57,21 +58,22 @@ def write_run(runs, spec, seed, test_error, *, failure=None, finished=True):
     path = runs / spec.run_name(seed)
     path.mkdir(parents=True)
     (path / "spec.json").write_text(spec.to_json())
-    (path / "environment.json").write_text(json.dumps({"sessions": [SESSION]}))
+    write_json(path / "environment.json", {"sessions": [SESSION]})
     if failure is not None:
-        (path / "problem.json").write_text(json.dumps({"problem": failure}))
+        write_json(path / "problem.json", {"problem": failure})
     elif finished:
         history = [
             {
                 "epoch": epoch,
+                "step": 10 * epoch,
                 "train_error": 0.4 / epoch**2,
                 "valid_error": test_error / 100 * (1 + 1 / epoch),
                 "test_error": test_error / 100 * (1 + 0.8 / epoch) if epoch < 4 else test_error / 100,
             }
             for epoch in (1, 2, 3, 4)
         ]
-        content = {"name": spec.name, "seed": seed, "metrics": history[-1], "history": history, "time_seconds": 93.4}
-        (path / "result.json").write_text(json.dumps(content))
+        write_history(path, history)
+        write_json(path / "result.json", {"epoch": 4, "step": 40, "time_seconds": 93.4})
     return path.name
 
 

@@ -1,6 +1,6 @@
 """How flat is a minimum: m-sharpness, Hessian spectra, loss landscapes, the bound, predictive power."""
 
-from flatmin.measures.average_sharpness import AverageSharpness, average_sharpness
+from flatmin.measures.average import AverageSharpness, average_sharpness
 from flatmin.measures.cosine import sam_update_cosine
 from flatmin.measures.ggn import GGNOperator
 from flatmin.measures.hessian import HessianOperator

@@ -7,6 +7,8 @@ import pytest
 
 from cli_cases import run
 from flatmin.lab.commands.items import ITEMS
+from flatmin.lab.runs.history import write_history
+from flatmin.lab.runs.json_files import write_json
 from flatmin.lab.runs.record import read_records
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
 from flatmin.lab.studies.findings import Findings, LineFigure, Series
@@ -58,13 +60,12 @@ def commit(results):
 def write_run(runs, seed, commits, test_error=0.2, end="result.json"):
     path = runs / NAMES[seed]
     path.mkdir(parents=True, exist_ok=True)
-    history = [{"epoch": epoch, "test_error": test_error / epoch} for epoch in (1, 2)]
-    content = {"seed": seed, "metrics": history[-1], "history": history, "time_seconds": 1.5, "problem": "It diverged."}
+    write_history(path, [{"epoch": epoch, "step": epoch, "test_error": test_error / epoch} for epoch in (1, 2)])
     (path / "spec.json").write_text(START.to_json())
     (path / "weights.pt").write_bytes(b"0")
-    (path / "environment.json").write_text(json.dumps({"sessions": [{"commit": commit} for commit in commits]}))
+    write_json(path / "environment.json", {"sessions": [{"commit": commit} for commit in commits]})
     if end:
-        (path / end).write_text(json.dumps(content))
+        write_json(path / end, {"epoch": 2, "step": 2, "time_seconds": 1.5, "problem": "It diverged."})
 
 
 def states(results):

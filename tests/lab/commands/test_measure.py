@@ -6,6 +6,7 @@ import math
 import pytest
 
 from cli_cases import cut_short, in_an_empty_folder, run, trained_run
+from flatmin.lab.runs.json_files import write_json
 from flatmin.lab.runs.record import read_record
 from flatmin.lab.sweeps.measurements import Bound, Landscape, measure_run
 from flatmin.lab.training import trained_model
@@ -120,7 +121,7 @@ def test_what_is_no_number_is_null_in_json_and_explained_in_the_table(capsys, tm
 def test_studies_read_a_loss_that_was_no_number_as_such(capsys, tmp_path):
     path = trained_run(capsys, tmp_path)
     (path / "measures").mkdir()
-    (path / "measures/landscape-0.json").write_text('{"loss": [[1.0, null]], "accuracy": null}')
+    write_json(path / "measures/landscape-0.json", {"loss": [[1.0, math.nan]], "accuracy": None})
     facts = read_record(path.name, path.parent).measured["landscape-0"]
     assert facts["loss"][0][0] == 1
     assert math.isnan(facts["loss"][0][1])

@@ -8,6 +8,7 @@ import pytest
 from cli_cases import QUICK, cut_short, in_an_empty_folder, run, trained_run
 from flatmin.lab.errors import RunError, SpecError
 from flatmin.lab.runs.directory import RunDirectory, read_result
+from flatmin.lab.runs.json_files import read_json, write_json
 from flatmin.lab.spec.experiment import Experiment
 
 
@@ -17,9 +18,8 @@ def _alone(tmp_path, monkeypatch):
 
 
 def set_num_workers(path, *numbers):
-    content = json.loads((path / "environment.json").read_text())
-    sessions = [content["sessions"][0] | {"num_workers": number} for number in numbers]
-    (path / "environment.json").write_text(json.dumps({"sessions": sessions}))
+    session = read_json(path / "environment.json")["sessions"][0]
+    write_json(path / "environment.json", {"sessions": [session | {"num_workers": number} for number in numbers]})
 
 
 def test_a_finished_run_of_another_number_of_workers_is_refused(capsys, tmp_path):

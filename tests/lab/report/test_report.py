@@ -2,7 +2,6 @@
 
 import dataclasses
 import html
-import json
 import math
 import re
 from html.parser import HTMLParser
@@ -17,6 +16,8 @@ from flatmin.lab.report.content import relative_effect, run_anchors
 from flatmin.lab.report.figures import INK, ForestFigure, draw, svg
 from flatmin.lab.report.numbers import NOTHING, interval_text
 from flatmin.lab.report.tables import caption
+from flatmin.lab.runs.directory import read_result
+from flatmin.lab.runs.history import read_history, write_history
 from flatmin.lab.runs.record import Records, all_records, read_record, without_paths
 from flatmin.lab.studies.findings import (
     Cell,
@@ -138,8 +139,7 @@ def test_measured_numbers_are_those_of_the_run_files_and_stand_beside_the_claims
     cells = [entry for entry in entries(report.findings) if isinstance(entry, Cell) and entry.measured]
     assert len(cells) == 2 * len(METHODS)
     for cell in cells:
-        results = [json.loads((report.runs / run / "result.json").read_text()) for run in cell.runs]
-        errors = [100 * result["metrics"]["test_error"] for result in results]
+        errors = [100 * read_result(report.runs / run).metrics["test_error"] for run in cell.runs]
         interval = interval_text(mean_and_interval(errors))
         assert f'<span class="mean">{interval}</span> <small class="fact">n = 5</small>' in report.text
         assert f"{interval} (n = 5" in report.markdown
@@ -492,10 +492,9 @@ def test_any_folder_of_runs_can_be_described(tmp_path):
 def test_a_curve_has_the_epochs_that_all_of_its_runs_have(tmp_path):
     """The mean of some of the runs at one epoch, and of all at the next, would jump without any reason."""
     names = [write_run(tmp_path, experiment(), seed, 16.0 + seed) for seed in (0, 1)]
-    file = tmp_path / names[1] / "result.json"
-    content = json.loads(file.read_text())
-    content["history"][1]["test_error"] = None
-    file.write_text(json.dumps(content))
+    history = read_history(tmp_path / names[1])
+    history[1]["test_error"] = None
+    write_history(tmp_path / names[1], history)
     (figure,) = describe_runs(all_records(tmp_path)).figures
     (series,) = figure.series
     assert list(series.x) == [1, 3, 4]

@@ -65,11 +65,10 @@ def flip(path, place=0.5):
 
 
 def edit(path, change):
-    """Change a JSON file as somebody would who also corrects or removes its checksum."""
-    content = json.loads(path.read_text())
-    content.pop("checksum", None)
+    """Change a JSON file as somebody would who also corrects its checksum."""
+    content = read_json(path)
     change(content)
-    path.write_text(json.dumps(content))
+    write_json(path, content)
 
 
 @pytest.fixture(scope="module")
@@ -425,7 +424,7 @@ def test_a_renamed_run_does_not_resume(tmp_path):
 
 
 def test_an_edited_spec_is_not_measured(copy):
-    edit(copy / "spec.json", lambda content: content["data"].update(label_noise=0.4))
+    (copy / "spec.json").write_text(dataclasses.replace(SMALL, epochs=3).to_json())
     with pytest.raises(CorruptFileError, match="belongs to another experiment"):
         load_trained(copy)
 
@@ -482,35 +481,24 @@ def relabeled(tmp_path_factory):
     return train(dataclasses.replace(SMALL, data=data, optim=Optim(lr=0.05)), runs=tmp_path_factory.mktemp("runs"))
 
 
-def one_label_changed(content):
-    content["labels"][3] = (content["labels"][3] + 1) % 10
-
-
-LABELS = [
-    one_label_changed,
-    lambda content: content["labels"].pop(),
-    lambda content: content["labels"].__setitem__(0, 11),
-    lambda content: content["labels"].__setitem__(0, 1.5),
-    lambda content: content.update(labels="many"),
-    lambda content: content.pop("labels"),
-]
-
-
-@pytest.mark.parametrize("checksum", [True, False])
-@pytest.mark.parametrize("change", LABELS)
-def test_predicted_labels_that_were_changed_are_not_trained_on(change, checksum, relabeled, tmp_path):
+@pytest.mark.parametrize("change", ["a label", "no checksum", "too few"])
+def test_predicted_labels_that_were_changed_are_not_trained_on(change, relabeled, tmp_path):
     shutil.copytree(relabeled.directory.parent, tmp_path / "runs")
     run = tmp_path / "runs" / relabeled.directory.name
-    content = json.loads((run / "predicted_labels.json").read_text())
-    if not checksum:
+    file = run / "predicted_labels.json"
+    content = json.loads(file.read_text())
+    if change == "a label":
+        content["labels"][3] = (content["labels"][3] + 1) % 10
+    elif change == "no checksum":
         del content["checksum"]
-    change(content)
-    (run / "predicted_labels.json").write_text(json.dumps(content))
+    file.write_text(json.dumps(content))
+    if change == "too few":
+        edit(file, lambda content: content["labels"].pop())
     (run / "result.json").unlink()
     for use in (lambda: train(relabeled.experiment, runs=run.parent), lambda: load_trained(run)):
         with pytest.raises(CorruptFileError, match=r"predicted_labels\.json is corrupt .*Delete it"):
             use()
-    (run / "predicted_labels.json").unlink()
+    file.unlink()
     with pytest.raises(RunError, match=r"predicted_labels\.json is missing"):
         load_trained(run)
     assert train(relabeled.experiment, runs=run.parent).history == relabeled.history

@@ -30,11 +30,6 @@ def test_fields_left_out_of_the_json_have_their_defaults():
     assert Experiment.from_json('{"optim": {"rho": 0.1}}') == Experiment(optim=Optim(rho=0.1))
 
 
-@pytest.mark.parametrize("claim", ["null", '{"source": "Table 1", "metric": "test_error", "mean": 2.7, "ci": 0.1}'])
-def test_specs_with_the_former_field_claim_still_load(claim):
-    assert Experiment.from_json(f'{{"epochs": 3, "claim": {claim}}}') == Experiment(epochs=3)
-
-
 def test_specs_are_frozen_and_keyword_only():
     with pytest.raises(dataclasses.FrozenInstanceError):
         an_experiment().epochs = 3

@@ -17,7 +17,7 @@ from typing import IO, Any
 from flatmin.lab.errors import CorruptFileError, RunError, RunLockedError, SpecError
 from flatmin.lab.runs.environment import check_sessions, environment, read_sessions
 from flatmin.lab.runs.history import Metrics as Metrics
-from flatmin.lab.runs.history import is_number, read_history
+from flatmin.lab.runs.history import read_history
 from flatmin.lab.runs.json_files import (
     append,
     open_own,
@@ -173,16 +173,13 @@ def read_result(path: Path) -> Result:
         raise RunError(
             f"{path} is not the directory of a finished run: {Path(error.filename).name} is missing."
         ) from None
-    # The stored runs of results/ have their histories here.
-    history: list[Metrics] = content["history"] if content.get("history") else read_history(path)
-    seconds, seed = content.get("time_seconds", -1), run_seed(path)
-    if not is_number(seconds) or seed is None:
-        raise CorruptFileError(path / "result.json", "it does not mark the end of a run")
+    history, seed = read_history(path), run_seed(path)
     last = history[-1] if history else {}
-    ends_there = all(content.get(name) == last.get(name, -1) for name in ("epoch", "step"))
-    if not content.get("history") and not ends_there:
+    if seed is None or any(content.get(name) != last.get(name, -1) for name in ("epoch", "step")):
         raise CorruptFileError(path / "metrics.jsonl", "it does not end where result.json says")
-    return Result(experiment=experiment, seed=seed, directory=path, history=history, time_seconds=seconds)
+    return Result(
+        experiment=experiment, seed=seed, directory=path, history=history, time_seconds=content["time_seconds"]
+    )
 
 
 def read_spec(path: Path) -> Experiment:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import flatmin
-from flatmin.lab.errors import CorruptFileError, RunError
+from flatmin.lab.errors import RunError
 from flatmin.lab.runs.json_files import read_json
 
 PACKAGES = ("torchvision", "timm", "numpy", "scipy")
@@ -48,14 +48,10 @@ def read_sessions(path: Path) -> list[dict[str, Any]]:
     Raises:
         CorruptFileError: the file cannot be used.
     """
-    file = path / "environment.json"
     try:
-        sessions = read_json(file).get("sessions")
+        return list(read_json(path / "environment.json")["sessions"])
     except FileNotFoundError:
         return []
-    if not isinstance(sessions, list) or not all(isinstance(session, dict) for session in sessions):
-        raise CorruptFileError(file, "it does not hold a list of sessions")
-    return sessions
 
 
 def check_sessions(path: Path, num_workers: int, finished: bool) -> None:

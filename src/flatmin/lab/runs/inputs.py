@@ -23,8 +23,7 @@ def recorded_inputs(run: Path) -> dict[str, Fingerprint]:
     """Return the fingerprints that the sessions of a run recorded."""
     recorded: dict[str, Fingerprint] = {}
     for session in read_sessions(run):
-        inputs = session.get("inputs")
-        recorded |= inputs if isinstance(inputs, dict) else {}
+        recorded |= session.get("inputs", {})
     return recorded
 
 

@@ -64,9 +64,9 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CorruptFileError(path, error) from None
     if not isinstance(content, dict):
         raise CorruptFileError(path, "it does not hold a JSON object")
-    if content.pop("checksum", None) not in (_checksum(content), None):
+    if content.pop("checksum", None) != _checksum(content):
         raise CorruptFileError(path, "its checksum differs")
-    if content.pop("run", run_id(path)) != run_id(path):
+    if content.pop("run", None) != run_id(path):
         raise CorruptFileError(path, "it belongs to another run", OTHER_RUN)
     return content
 

@@ -199,8 +199,6 @@ class Experiment:
             tree = json.loads(text)
         except json.JSONDecodeError as error:
             raise SpecError(f"This is not a spec in JSON: {error}.") from None
-        if isinstance(tree, dict):
-            tree.pop("claim", None)  # a field that there was once; it was never part of a run's hash
         experiment: Experiment = build(cls, tree, "")
         return experiment
 
