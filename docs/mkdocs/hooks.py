@@ -1,13 +1,18 @@
-"""Hooks of MkDocs: files of the repository that pages link to become part of the site."""
+"""Hooks of MkDocs: files of the repository that pages link to, and the pages of results, become part of the site."""
 
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
+from rich.console import Console
+
+from flatmin.lab.commands.report import Report
 
 LINK = re.compile(r"\]\(\.\./([^)#]+)")
 NEIGHBOR = re.compile(r"(?:\]\(|src=\"|href=\")([^)\"#:]+)")
+REPORT = re.compile(r"(\]\(repository/results/[^/)]+/)report\.md")
 ROOT = Path(__file__).parents[2]
 
 
@@ -22,9 +27,21 @@ def on_files(files: Files, config: Any) -> Files:
     for path in sorted(linked):
         if (ROOT / path).is_file() and ".." not in path:
             files.append(File.generated(config, f"repository/{path}", abs_src_path=str(ROOT / path)))
+    for study in sorted((ROOT / "results").glob("*/study.json")):
+        name, page = study.parent.name, _results_page(study.parent)
+        files.append(File.generated(config, f"repository/results/{name}/index.html", content=page))
     return files
 
 
+def _results_page(results: Path) -> str:
+    """Return the HTML page of a study, which git does not have: it is written from the runs."""
+    with tempfile.TemporaryDirectory() as out:
+        Report(runs=results, out=Path(out)).run(Console(quiet=True))
+        return (Path(out) / "index.html").read_text()
+
+
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Point such links there."""
-    return LINK.sub(r"](repository/\1", markdown) if "/" not in page.file.src_uri else markdown
+    """Point such links there; on the site, the report of a study is its HTML page."""
+    if "/" in page.file.src_uri:
+        return markdown
+    return REPORT.sub(r"\1index.html", LINK.sub(r"](repository/\1", markdown))

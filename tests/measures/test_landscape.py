@@ -172,7 +172,7 @@ def test_a_loss_that_overflows_far_away_is_kept_as_it_is():
     assert sorted(found.loss)[-1] == math.inf
     assert np.isnan(found.accuracy).all()
     assert found.plot().axes
-    with pytest.raises(ValueError, match="no classifier"):
+    with pytest.raises(ValueError, match="not a classifier"):
         found.plot(metric="accuracy")
 
 

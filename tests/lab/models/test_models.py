@@ -386,7 +386,7 @@ def test_a_checkpoint_that_is_missing_damaged_foreign_or_more_than_tensors_is_re
     with pytest.raises(ModelError, match="does not belong to this model"):
         build(tmp_path / "other.pt")
     torch.save([1, 2], tmp_path / "list.pt")
-    with pytest.raises(ModelError, match="no mapping of names to tensors"):
+    with pytest.raises(ModelError, match="does not map names to tensors"):
         build(tmp_path / "list.pt")
 
 

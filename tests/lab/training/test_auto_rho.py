@@ -9,8 +9,7 @@ import torch.nn.functional as F
 
 from flatmin.lab.errors import RunError
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
-from flatmin.lab.sweeps.jobs import Job, Measurement, read_outcome
-from flatmin.lab.sweeps.measurements import measure_run
+from flatmin.lab.sweeps.measurements import Rho, measure_run
 from flatmin.lab.training import run as run_module
 from flatmin.lab.training.engine import train
 from flatmin.lab.training.steps import Stepper
@@ -117,14 +116,9 @@ def test_loss_without_a_radius_is_an_error_of_the_run(tmp_path, monkeypatch):
 def test_measured_radius_of_a_run_at_its_start_is_the_one_it_used(model, tmp_path):
     asked = experiment(model=model, rho="0.5x", epochs=2, m=5)
     run = train(asked, seed=3, runs=tmp_path).directory
-    measurements = [
-        Measurement(kind="rho", epoch=0),
-        Measurement(kind="rho", settings=(("m", 20), ("num_examples", 20))),
-    ]
-    measure_run(run, measurements)
-    facts, late = read_outcome(
-        Job(experiment=asked, seed=3, measurements=tuple(measurements)), tmp_path
-    ).measured.values()
+    measurements = [Rho(epoch=0), Rho(m=20, num_examples=20)]
+    found = measure_run(run, measurements)
+    facts, late = (found[measurement.name] for measurement in measurements)
     assert facts["rho"] / 2 == pytest.approx(load_trained(run).rho, rel=1e-5)
     assert facts["rises"][4] == pytest.approx(0.1 * facts["loss"], rel=0.5)
     assert facts["first_order"][4] == pytest.approx(0.1 * facts["loss"], rel=1e-6)

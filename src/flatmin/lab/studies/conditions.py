@@ -100,6 +100,7 @@ def edges(best: Experiment, tried: Sequence[Experiment]) -> list[tuple[str, floa
     """Return the settings of the best candidate that are at the edge of its grid, each with the next value beyond.
 
     Example:
+        >>> from flatmin.lab.spec.experiment import Optim
         >>> tried = [Experiment(optim=Optim(rho=rho)) for rho in (0.1, 0.2, 0.4)]
         >>> edges(tried[0], tried), edges(tried[1], tried)
         ([('rho', 0.05)], [])
