@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from cli_cases import run
-from flatmin.lab.commands.items import ITEMS
+from flatmin.lab.commands.report import ITEMS
 from flatmin.lab.runs.history import write_history
 from flatmin.lab.runs.json_files import write_json
 from flatmin.lab.runs.record import read_records

@@ -14,8 +14,7 @@ from flatmin.lab.errors import RunError, StorageError
 from flatmin.lab.report import describe_runs, write_report
 from flatmin.lab.report.content import relative_effect, run_anchors
 from flatmin.lab.report.figures import INK, ForestFigure, draw, svg
-from flatmin.lab.report.numbers import NOTHING, interval_text
-from flatmin.lab.report.tables import caption
+from flatmin.lab.report.tables import NOTHING, caption, interval_text
 from flatmin.lab.runs.directory import read_result
 from flatmin.lab.runs.history import read_history, write_history
 from flatmin.lab.runs.record import Records, all_records, read_record, without_paths

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flatmin.lab.commands.items import ITEMS
+from flatmin.lab.commands.report import ITEMS
 from flatmin.lab.errors import SpecError
 from flatmin.lab.foret2021 import protocol
 from flatmin.lab.runs.record import Records

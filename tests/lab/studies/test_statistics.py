@@ -1,4 +1,4 @@
-"""Intervals and paired tests."""
+"""Intervals and paired tests; from runs to evidence: pairs by seed, Holm's correction, and what is said of a claim."""
 
 import math
 
@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from flatmin.lab.runs.record import RunRecord
+from flatmin.lab.studies.contrasts import Contrast, Family
+from flatmin.lab.studies.replicas import Replicas
 from flatmin.lab.studies.statistics import (
     Interval,
     detectable_effect,
@@ -101,3 +104,149 @@ def test_detectable_effect_is_shown_by_four_of_five_simulated_studies(num_pairs)
 def test_detectable_effect_for_many_pairs_is_that_of_the_normal_distribution():
     """(1.95996 + 0.84162) / sqrt(n) standard deviations."""
     assert detectable_effect(1.0, 10_000) == pytest.approx((1.959964 + 0.841621) / 100, rel=1e-3)
+
+
+def contrast(lower, higher, num_asked=1):
+    names = {"quantity": "error, %", "lower_name": "SAM", "higher_name": "SGD"}
+    return Contrast(**names, lower=lower, higher=higher, num_asked=num_asked)
+
+
+def with_p(p, sign=-1):
+    """A contrast of five pairs whose differences have the given sign and p-value, by Student's t of a known spread."""
+    spread = np.array([-2.0, -1.0, 0.0, 1.0, 2.0])
+    shift = sign * stats.t.isf(p / 2, 4) * stats.sem(spread)
+    return contrast(dict(enumerate(50 + spread + shift)), dict.fromkeys(range(5), 50.0))
+
+
+def judge(claim, contrasts):
+    return Family(contrasts).judge(claim, contrasts)
+
+
+ONE_PAIR = contrast({0: 1.0}, {0: 2.0})
+
+
+def run(seed, *errors):
+    """A run with a test error after each epoch; without any it is missing."""
+    history = [{"epoch": epoch, "test_error": error} for epoch, error in enumerate(errors, start=1)]
+    return RunRecord(name=f"seed{seed}", state="finished" if errors else "missing", seed=seed, history=history)
+
+
+def test_pairs_are_those_of_the_seeds_that_both_have():
+    """Seeds 0 and 2, in another order: 4 against 7, and 1 against 2."""
+    found = contrast({0: 4.0, 1: 2.0, 2: 1.0}, {3: 9.0, 2: 2.0, 0: 7.0})
+    assert found.differences == [-3.0, -1.0]
+    assert found.p_value == pytest.approx(stats.ttest_rel([4.0, 1.0], [7.0, 2.0]).pvalue)
+    assert found.describe(0.3).startswith("error, %: 2.5 (SAM) against 4.5 (SGD); difference -2 ± ")
+    asked_for_three = contrast(found.lower, found.higher, num_asked=3)
+    assert math.isnan(asked_for_three.p_value)
+    assert asked_for_three.describe(math.nan).endswith("2 of 3 pairs are available, nothing is judged before all are")
+    assert math.isnan(ONE_PAIR.p_value)
+    assert ONE_PAIR.describe(math.nan).endswith("n = 1, too few for a test")
+
+
+@pytest.mark.parametrize(
+    ("contrasts", "held"),
+    [
+        ([with_p(0.04)], "reproduced"),
+        ([with_p(0.06)], "inconclusive"),
+        ([with_p(0.04, sign=1)], "not reproduced"),
+        ([with_p(0.01), with_p(0.04)], "reproduced"),
+        # Holm makes 0.06 of both.
+        ([with_p(0.03), with_p(0.04)], "inconclusive"),
+        ([with_p(0.001), with_p(0.5)], "inconclusive"),
+        ([with_p(0.001), with_p(0.001, sign=1)], "not reproduced"),
+        ([with_p(0.001), ONE_PAIR], "not tested"),
+        ([with_p(0.001, sign=1), ONE_PAIR], "not reproduced"),
+        ([], "not tested"),
+    ],
+)
+def test_a_claim_holds_where_all_its_contrasts_do_after_holms_correction(contrasts, held):
+    assert judge("It is lower.", contrasts).status == held
+
+
+WAITING = contrast({}, {}, num_asked=5)
+
+
+@pytest.mark.parametrize(
+    ("p_values", "num_waiting", "statuses"),
+    [
+        # Three planned, one there: significant only if it is after the correction for three.
+        ([0.01], 2, ["reproduced"]),
+        ([0.02], 2, ["not tested"]),  # 0.06 now; 0.02 if the other two have smaller p-values
+        ([0.06], 2, ["inconclusive"]),  # whatever comes
+        ([0.01, 0.02], 1, ["reproduced", "reproduced"]),
+        ([0.01, 0.03], 1, ["reproduced", "not tested"]),
+        ([0.03, 0.04], 1, ["inconclusive", "inconclusive"]),  # 2 * 0.03 even if the third is 0
+        ([0.02], 0, ["reproduced"]),
+    ],
+)
+def test_missing_comparison_of_the_family_counts_as_not_rejected(p_values, num_waiting, statuses):
+    there = [with_p(p) for p in p_values]
+    family = Family([*there, *[WAITING] * num_waiting])
+    assert [family.status(c) for c in there] == statuses
+    assert family.status(WAITING) == "not tested" if num_waiting else True
+    for c, status in zip(there, statuses, strict=True):
+        said = f"open until the {num_waiting} missing ones are available" in family.judge("It is lower.", [c]).evidence
+        assert said == (status == "not tested")
+
+
+def test_no_verdict_changes_as_runs_arrive():
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        contrasts = [with_p(p, sign=rng.choice([-1, 1])) for p in 10 ** rng.uniform(-4, -1, size=6)]
+        order = rng.permutation(6)
+        known = {}
+        for num_there in range(7):
+            there = set(order[:num_there].tolist())
+            family = Family([c if n in there else WAITING for n, c in enumerate(contrasts)])
+            for n in there:
+                status = family.status(contrasts[n])
+                assert known.get(n, "not tested") in ("not tested", status), seed
+                known[n] = status
+        assert "not tested" not in known.values()
+
+
+def test_verdict_has_the_numbers_it_was_judged_by():
+    """Effect, interval, baseline, pairs and both p-values, for every contrast with a pair."""
+    verdict = judge("It is lower.", [with_p(0.01), with_p(0.04), contrast({0: 1.0}, {1: 1.0})])
+    first, second = verdict.comparisons
+    assert (first.p_value, first.p_holm, second.p_holm) == pytest.approx((0.01, 0.03, 0.08))
+    assert (first.baseline, first.quantity, first.num_pairs) == (50.0, "error, %", 5)
+    assert first.difference.mean == pytest.approx(-stats.t.isf(0.005, 4) * stats.sem([-2, -1, 0, 1, 2]))
+
+
+def test_comparisons_are_corrected_together():
+    two_of_three = contrast({0: 1.0, 1: 2.0}, {0: 2.0, 1: 4.0}, num_asked=3)
+    contrasts = [with_p(0.04), with_p(0.03, sign=1), contrast({0: 1.0}, {1: 1.0}), two_of_three]
+    first, second, none, too_few = map(Family(contrasts).comparison, contrasts)
+    assert (first.p_value, second.p_value) == pytest.approx((0.04, 0.03))
+    assert (first.p_holm, second.p_holm) == pytest.approx((0.12, 0.12))
+    assert first.name == "SAM - SGD"
+    assert first.difference.mean < 0 < second.difference.mean
+    assert first.num_pairs == len(first.values) == 5
+    assert none == too_few == ""
+
+
+def test_numbers_are_in_percent_and_those_that_are_not_finite_are_left_out():
+    replicas = Replicas("SAM", [run(0, 0.5, 0.25), run(1, math.inf), run(2), run(3, 0.5, 0.75)])
+    assert replicas.by_seed("test_error") == {0: 25.0, 3: 75.0}
+    cell = replicas.cell("test_error")
+    assert cell.values == (25.0, 75.0)
+    assert cell.measured.mean == 50.0
+    assert cell.runs == ("seed0", "seed3")
+
+
+def test_curves_are_means_over_replicas_in_percent():
+    replicas = Replicas("SAM", [run(0, 0.5, 0.25), run(1, 0.75, 0.25)])
+    (series,) = replicas.along_training("test error", lambda line: line["test_error"])
+    assert series.name == "test error"
+    assert (series.x, series.y) == ([1.0, 2.0], [62.5, 25.0])
+    assert series.half_width == pytest.approx([stats.t.ppf(0.975, 1) * stats.sem([50.0, 75.0]), 0.0])
+    (alone,) = Replicas("SAM", [run(0, 0.2)]).along_training("SAM", lambda line: line["test_error"])
+    assert math.isnan(alone.half_width[0])  # one replica has no interval, not one of width 0
+
+
+def test_baseline_of_a_comparison_is_the_mean_over_its_pairs_and_none_for_a_difference_from_nothing():
+    assert contrast({0: 4.0, 2: 1.0}, {3: 9.0, 2: 2.0, 0: 7.0}).comparison(0.5).baseline == 4.5
+    gains = {0: -8.0, 1: -9.0, 2: -10.0}
+    assert math.isnan(contrast(dict.fromkeys(gains, 0.0), gains).comparison(p_holm=0.01).baseline)

@@ -66,11 +66,7 @@ class Collect:
         console.print(f"{len(kept)} of {len(jobs)} runs are in {self.results}. The report: {page}")
 
     def _check_code(self, records: Sequence[RunRecord]) -> None:
-        """Refuse runs whose code nobody can look up.
-
-        Raises:
-            RunError: there are such runs.
-        """
+        """Refuse runs whose code nobody can look up."""
         commits = {r.name: {str(s.get("commit") or "(none)") for s in r.sessions or [{}]} for r in records}
         unknown = {commit for commit in set().union(*commits.values()) if not _is_known(commit, self.results)}
         names = [name for name, own in commits.items() if own & unknown]

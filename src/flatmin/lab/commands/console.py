@@ -29,11 +29,7 @@ class SafeConsole(Console):
 
 
 def find_run(name: str, runs: Path) -> Path:
-    """Return the directory of a run, given as a path or as the start of a name.
-
-    Raises:
-        RunError: no run, or several, match.
-    """
+    """Return the directory of a run, given as a path or as the start of a name."""
     for path in (Path(name), runs / name):
         if (path / "spec.json").exists():
             return path

@@ -8,7 +8,7 @@ import tyro
 from rich.console import Console
 
 from flatmin.lab.commands.console import metric, table, where_runs_are
-from flatmin.lab.commands.items import ITEMS
+from flatmin.lab.commands.report import ITEMS
 from flatmin.lab.errors import CorruptFileError, RunError
 from flatmin.lab.runs.directory import Metrics, is_finished, last_metrics, read_result, read_spec, run_directories
 from flatmin.lab.spec.datasets import DATASETS

@@ -9,8 +9,10 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from flatmin.lab.commands.items import ITEMS, PAPER_ITEMS
+from flatmin.lab.cheap_sam.study import CHEAP_SAM
+from flatmin.lab.demo.study import DEMO
 from flatmin.lab.errors import CorruptFileError, SpecError
+from flatmin.lab.foret2021.items import ITEMS as PAPER_ITEMS
 from flatmin.lab.runs.record import Records, all_records
 from flatmin.lab.spec.fields import did_you_mean
 from flatmin.lab.studies.findings import Findings
@@ -18,6 +20,8 @@ from flatmin.lab.studies.registered_plan import with_plan
 from flatmin.lab.studies.study import SCALES, Item, Scale, describe
 
 STUDY_FILE = "study.json"
+ITEMS = {**PAPER_ITEMS, CHEAP_SAM.name: CHEAP_SAM, DEMO.name: DEMO}
+"""Everything that can be reproduced: the paper's tables and figures, our own study, and the demo."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +73,7 @@ def registering_commits(results: Path) -> dict[str, str]:
 
 
 def read_study(results: Path) -> tuple[tuple[str, ...], Scale, str]:
-    """Return the items, the scale and the title that runs were collected for; no items if they were not collected.
-
-    Raises:
-        CorruptFileError: the file that says so cannot be used.
-    """
+    """Return the items, the scale and the title that runs were collected for; no items if they were not collected."""
     file = results / STUDY_FILE
     try:
         study = json.loads(file.read_bytes())
@@ -88,11 +88,7 @@ def read_study(results: Path) -> tuple[tuple[str, ...], Scale, str]:
 
 
 def items_named(names: Sequence[str]) -> list[Item]:
-    """Return the items of these names.
-
-    Raises:
-        SpecError: there is no such item.
-    """
+    """Return the items of these names."""
     if "all" in names:
         return list(PAPER_ITEMS.values())
     for name in names:

@@ -11,15 +11,13 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
-from flatmin.lab.commands.items import ITEMS
 from flatmin.lab.commands.plan import print_plan
-from flatmin.lab.commands.report import items_named, print_verdicts, write_page
+from flatmin.lab.commands.report import ITEMS, items_named, print_verdicts, write_page
 from flatmin.lab.errors import DataError, InterruptedRun, ModelError, SpecError
 from flatmin.lab.runs.record import Records, read_records
 from flatmin.lab.studies.registered_plan import PLAN_FILE, Change, plan_of, read_plan, register
 from flatmin.lab.studies.study import Item, Scale, describe, is_meant, missing_jobs, planned_jobs, run_study
-from flatmin.lab.sweeps.jobs import Job
-from flatmin.lab.sweeps.preflight import Inputs
+from flatmin.lab.sweeps.jobs import Inputs, Job
 from flatmin.lab.training.engine import CHECKPOINT_SECONDS
 
 SHOWN_NAMES = 5

@@ -13,8 +13,7 @@ from typing import Any
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
 from flatmin.lab.studies.contrasts import Contrast, Family, mean
 from flatmin.lab.studies.findings import Cell, Findings, Hyperparameter, LineFigure, Row, Table, Verdict
-from flatmin.lab.studies.measured_figures import density_figures, landscape_figures
-from flatmin.lab.studies.replicas import Replicas, measured, replicas_of, runs_of
+from flatmin.lab.studies.replicas import Replicas, density_figures, landscape_figures, measured, replicas_of, runs_of
 from flatmin.lab.studies.statistics import SIGNIFICANT, Interval, p_text
 from flatmin.lab.studies.study import Item, Known, Scale
 from flatmin.lab.sweeps.jobs import Job

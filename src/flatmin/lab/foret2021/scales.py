@@ -117,13 +117,7 @@ def curvature_seeds(scale: Scale) -> tuple[int, ...]:
 
 
 def start(scale: Scale, paper: Experiment, *, rho: float) -> Experiment:
-    """Return the experiment that a figure varies, evaluated at its end; without SAM where rho is 0.
-
-    Args:
-        scale: laptop and smoke have their own model and data; a laptop's images are small.
-        paper: the experiment at the paper's scale.
-        rho: SAM's.
-    """
+    """Return the experiment that a figure varies, evaluated at its end; without SAM where rho is 0."""
     if scale == "paper":
         base = replace(paper, evaluate_every=paper.epochs)
     else:

@@ -4,13 +4,17 @@ Nothing on them is typed by hand: each number comes from the findings or from th
 gives the same bytes. May import everything of the lab but commands.
 """
 
+import re
 from collections.abc import Sequence
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 from flatmin.lab.report.content import report_content
-from flatmin.lab.report.render import html_page, markdown_page
-from flatmin.lab.report.run_findings import describe_runs
-from flatmin.lab.report.runs import named_runs
+from flatmin.lab.report.runs import describe_runs, named_runs
 from flatmin.lab.runs.json_files import storing, write_atomic
 from flatmin.lab.runs.record import Records
 from flatmin.lab.studies.findings import Findings
@@ -21,18 +25,7 @@ __all__ = ["describe_runs", "write_report"]
 def write_report(findings: Sequence[Findings], *, known: Records, out: Path, title: str, html: bool = True) -> Path:
     """Write OUT/index.html, a page that needs nothing else, and OUT/report.md with its figures in OUT/figures.
 
-    Args:
-        findings: what studies found, in the order in which it is shown.
-        known: the runs that the findings name.
-        out: where to write; files of these names are replaced, each as a whole.
-        title: the title of the page.
-        html: whether to write index.html; if not, only report.md and the figures, as git has them.
-
-    Returns:
-        The path of the page, or of report.md.
-
-    Raises:
-        StorageError: a file cannot be written.
+    Without ``html`` only report.md and the figures are written, as git has them. Returns the path of the page.
     """
     names = sorted({name for one in findings for name in named_runs(one)})
     content = report_content(findings, {name: known[name] for name in names}, title)
@@ -51,3 +44,34 @@ def _write(path: Path, text: str) -> None:
     with storing(path.parent, "Choose another directory with --out."):
         path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, text)
+
+
+def html_page(content: dict[str, Any]) -> str:
+    """Return the page: one file that loads nothing and runs no script."""
+    style = files("flatmin.lab.report").joinpath("templates/page.css").read_text(encoding="utf-8")
+    return _environment().get_template("page.html").render(content, style=Markup(style))
+
+
+def markdown_page(content: dict[str, Any]) -> str:
+    """Return the report in Markdown, for repositories; figures are files next to it."""
+    text = _environment(finalize=_markdown).get_template("report.md").render(content)
+    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+
+
+def _environment(**options: Any) -> Environment:
+    loader = PackageLoader("flatmin.lab.report")
+    return Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, **options
+    )
+
+
+def _markdown(value: object) -> Markup:
+    """Return a value that Markdown leaves as it is, on one line; what a macro returns is left alone."""
+    if isinstance(value, Markup):
+        return value
+    text = re.sub(r"\s+", " ", str(value)).strip()
+    text = re.sub(r"[\\`*\[\]<>|$~]", r"\\\g<0>", text)
+    text = re.sub(r"(?<!\w)_|_(?!\w)", r"\\_", text)  # inside of a word it has no meaning
+    text = re.sub(r"&(?=#?\w+;)", "&amp;", text)
+    # "1. " or "- " or "# " at the beginning of a line would make a list or a title.
+    return Markup(re.sub(r"^(\d+)([.)])(?=\s)", r"\1\\\2", re.sub(r"^([-+#])(?=\s|#)", r"\\\1", text)))

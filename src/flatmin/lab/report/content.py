@@ -8,9 +8,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, get_args
 
 from flatmin.lab.report.figures import ForestFigure, inline_svg, standalone_svg, svg, x_text, y_text
-from flatmin.lab.report.numbers import NOTHING, number_text, plural
 from flatmin.lab.report.runs import ERRORS, environment_of, error_of, named_runs, num_missing, session_text
-from flatmin.lab.report.tables import effect_text, shown_table
+from flatmin.lab.report.tables import NOTHING, effect_text, number_text, plural, setting_text, shown_table
 from flatmin.lab.runs.record import RunRecord
 from flatmin.lab.studies.findings import (
     Cell,
@@ -114,15 +113,6 @@ def missing_text(count: int, of_what: str = "") -> str:
         ('1 run is missing.', '2 runs of this item are missing.')
     """
     return f"{plural(count, 'run')}{of_what} {'is' if count == 1 else 'are'} missing."
-
-
-def setting_text(value: Any) -> str:
-    """Return a hyperparameter's value as text."""
-    if isinstance(value, float):
-        return f"{value:g}"
-    if isinstance(value, list | tuple):
-        return ", ".join(setting_text(inner) for inner in value)
-    return str(value)
 
 
 def slug(text: str) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from markupsafe import Markup
 
-from flatmin.lab.report.numbers import MINUS, interval_text
+from flatmin.lab.report.tables import MINUS, interval_text
 from flatmin.lab.studies.findings import LineFigure, Series, SurfaceFigure, VerdictStatus
 from flatmin.lab.studies.statistics import Interval
 

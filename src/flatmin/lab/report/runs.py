@@ -1,12 +1,17 @@
-"""Runs as a report shows them: which ones findings name, and where and with what each of them ran."""
+"""Runs as a report shows them: which ones findings name, where each ran, and a directory of runs as findings."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from flatmin.lab.report.numbers import NOTHING, TIMES
+from flatmin.lab.report.tables import NOTHING, TIMES, plural, setting_text
 from flatmin.lab.runs.environment import PACKAGES
-from flatmin.lab.runs.record import RunRecord
-from flatmin.lab.studies.findings import Cell, Comparison, Findings
+from flatmin.lab.runs.record import Records, RunRecord, without_paths
+from flatmin.lab.spec.experiment import Experiment
+from flatmin.lab.spec.fields import plain
+from flatmin.lab.studies.findings import Cell, Comparison, Findings, LineFigure, Table
+from flatmin.lab.studies.replicas import series_over
+from flatmin.lab.studies.statistics import mean_and_interval
 
 ERRORS = {"train_error": "train error", "valid_error": "validation error", "test_error": "test error"}
 
@@ -67,3 +72,141 @@ def num_missing(findings: Findings, records: dict[str, RunRecord]) -> int:
     """Return how many runs are missing: those the study counted, or those it names that have no result, if more."""
     missing = {name for name in named_runs(findings) if not records[name].is_complete}
     return max(findings.num_missing, len(missing))
+
+
+MOST_CURVES = 10
+"""A figure with more curves could not be read."""
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Replicas of one experiment."""
+
+    experiment: Experiment
+    records: list[RunRecord]
+
+    @property
+    def name(self) -> str:
+        return self.experiment.name or f"{without_paths(self.experiment.data.name)}, {self.experiment.model.name}"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return dict(_flat(without_paths(plain(self.experiment))))
+
+    @property
+    def finished(self) -> list[RunRecord]:
+        return [record for record in self.records if record.state == "finished"]
+
+
+def describe_runs(known: Records) -> Findings:
+    """Return runs by experiment: mean, 95 % confidence interval and number of seeds of each error.
+
+    Unfinished runs count as missing.
+    """
+    records = list(known.values())
+    groups = _by_experiment(records)
+    varied = _varied_settings(groups)
+    groups.sort(key=lambda group: (group.name, [_order(group.settings[name]) for name in varied]))
+    metrics = [metric for metric in ERRORS if any(error_of(record, metric) is not None for record in records)]
+    rows: list[list[str | Cell]] = [
+        [group.name, *_values(group, varied), *(_cell(group, metric) for metric in metrics)] for group in groups
+    ]
+    header = ["experiment", *_short(varied), *(ERRORS[metric] for metric in metrics)]
+    return Findings(
+        item="runs",
+        scale="as run",
+        title=f"{plural(len(groups), 'experiment')}",
+        source="Runs of one directory",
+        about_scale=f"{plural(len(records), 'run')}, grouped by experiment. Nothing is tested here: the settings are "
+        "those in the list of runs.",
+        tables=[Table(title="Errors after the last epoch", columns=header, rows=rows)] if rows else [],
+        figures=_curves(groups, varied),
+        notes=[
+            f"{record.name} cannot be read: {record.reason}" for record in records if record.state == "not readable"
+        ],
+        runs=list(known),
+        num_missing=sum(not record.is_complete for record in records),
+    )
+
+
+def _by_experiment(records: Sequence[RunRecord]) -> list[_Group]:
+    groups: dict[str, _Group] = {}
+    for record in sorted(records, key=lambda record: (record.seed or 0, record.name)):
+        if record.experiment is not None:
+            groups.setdefault(record.experiment.run_hash(), _Group(record.experiment, [])).records.append(record)
+    return list(groups.values())
+
+
+def _varied_settings(groups: Sequence[_Group]) -> list[str]:
+    """Return the settings in which experiments differ, and always the epochs; labels do not change a run."""
+    values_of: dict[str, set[str]] = {}
+    for group in groups:
+        for name, value in group.settings.items():
+            values_of.setdefault(name, set()).add(repr(value))
+    apart = [name for name, values in values_of.items() if len(values) > 1 or name == "epochs"]
+    apart = [name for name in apart if name != "name"]
+    # How often it was evaluated goes along with the epochs, and is a column only where nothing else tells two apart.
+    fewer = [name for name in apart if name != "evaluate_every"]
+    told_apart = {tuple(repr(group.settings[name]) for name in fewer) for group in groups}
+    return fewer if len(told_apart) == len(groups) else apart
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _order(value: Any) -> tuple[int, float, str]:
+    return (0, float(value), "") if isinstance(value, int | float) else (1, 0.0, str(value))
+
+
+def _short(varied: Sequence[str]) -> list[str]:
+    """Return each setting in one word where that is enough to tell it from the others: rho of optim.rho."""
+    last = [name.removesuffix(".name").rpartition(".")[2] for name in varied]
+    return [word if last.count(word) == 1 else name for name, word in zip(varied, last, strict=True)]
+
+
+def _values(group: _Group, varied: Sequence[str]) -> list[str]:
+    return [NOTHING if (value := group.settings[name]) is None else setting_text(value) for name in varied]
+
+
+def _cell(group: _Group, metric: str) -> Cell:
+    errors = {record.name: value for record in group.finished if (value := error_of(record, metric)) is not None}
+    counts = {state: sum(record.state == state for record in group.records) for state in ("failed", "not finished")}
+    return Cell(
+        measured=mean_and_interval(list(errors.values())) if errors else None,
+        values=tuple(errors.values()),
+        runs=tuple(errors),
+        note="; ".join(f"{count} of {len(group.records)} {state}" for state, count in counts.items() if count) or None,
+    )
+
+
+def _curves(groups: Sequence[_Group], varied: Sequence[str]) -> list[LineFigure]:
+    one_name = len({group.name for group in groups}) == 1
+    series, used = [], []
+    for group in groups:
+        errors: dict[int, dict[int, float]] = {}
+        for number, record in enumerate(group.finished):
+            for line in record.history:
+                if (error := line.get("test_error")) is not None:
+                    errors.setdefault(int(line["epoch"] or 0), {})[number] = 100 * error
+        errors = {epoch: values for epoch, values in errors.items() if len(values) == len(group.finished)}
+        if len(errors) < 2:  # evaluated at the end only
+            continue
+        settings = zip(_short(varied), _values(group, varied), strict=True)
+        differs = ", ".join(f"{name} {value}" for name, value in settings if value != NOTHING)
+        curve = series_over(differs if one_name else f"{group.name}; {differs}", errors)
+        series.append(curve if len(group.finished) > 1 else replace(curve, half_width=None))
+        used += [record.name for record in group.finished]
+    figure = LineFigure(
+        title="Test error over training",
+        x_label="epoch",
+        y_label="test error, %",
+        series=series,
+        note="Mean over seeds and its 95 % confidence interval.",
+        runs=used,
+    )
+    return [figure] if 0 < len(series) <= MOST_CURVES else []

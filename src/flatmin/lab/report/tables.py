@@ -1,12 +1,12 @@
-"""The tables of a report as text, cell by cell: what the paper says next to what was measured."""
+"""Numbers, intervals and tables of a report as text: what the paper says next to what was measured."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from flatmin.lab.report.numbers import NOTHING, difference_unit, interval_text, number_text, plural, signed
 from flatmin.lab.studies.findings import Cell, Comparison, Table
-from flatmin.lab.studies.statistics import SIGNIFICANT, p_text
+from flatmin.lab.studies.statistics import SIGNIFICANT, Interval, p_text
 
 TableEntry = str | Cell | Comparison
 Part = Literal["paper", "measured"]
@@ -14,7 +14,7 @@ Part = Literal["paper", "measured"]
 
 @dataclass(frozen=True, kw_only=True)
 class ShownCell:
-    """A cell as it is shown."""
+    """A cell as the templates show it."""
 
     text: str
     part: Part | None = None
@@ -30,63 +30,26 @@ class ShownCell:
     values: str = ""
     """The value of each replica or pair, with its unit."""
     sources: Sequence[tuple[str, str]] = ()
-    """Each run, with its value where there is one value per run."""
+    """Each run, with its value if there is one value per run."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShownTable:
-    """A table as it is shown."""
-
-    title: str
-    caption: str
-    columns: Sequence[tuple[str, tuple[Part, ...]]]
-    """Titles, and what each column holds of its entries: nothing, one or two parts."""
-    has_parts: bool
-    """Whether there is a second line of titles, as something is claimed."""
-    rows: Sequence[Sequence[ShownCell]]
-    note: str
-    folded: bool
-
-    @property
-    def traced(self) -> list[tuple[str, ShownCell]]:
-        """The cells with runs or values behind them, each with its labels."""
-        found = []
-        for row in self.rows:
-            labels: list[str] = []
-            at = 0
-            for cell in row:
-                title, parts = self.columns[at]
-                if cell.sources or cell.values:
-                    found.append((", ".join([*labels, title]), cell))
-                elif cell.part is None and cell.text:
-                    labels.append(cell.text)
-                # A column ends with its last part.
-                at += cell.part is None or len(parts) < 2 or cell.part == "measured"
-        return found
-
-
-def shown_table(table: Table) -> ShownTable:
-    """Return a table as it is shown, in the paper's shape."""
+def shown_table(table: Table) -> dict[str, Any]:
+    """Return a table as the templates show it; each column has a title and none, one or two parts."""
     columns = [(title, _parts(table, number)) for number, title in enumerate(table.columns)]
     has_parts = any("paper" in parts for _, parts in columns)
     unit_in_caption = common_unit(table) is not None
-    rows = [
-        [
-            cell
-            for (_, parts), entry in zip(columns, [*row, *[""] * (len(columns) - len(row))], strict=True)
-            for cell in _cells(entry, parts, unit_in_caption, has_parts)
-        ]
-        for row in table.rows
-    ]
-    return ShownTable(
-        title=table.title,
-        caption=caption(table),
-        columns=columns,
-        has_parts=has_parts,
-        rows=rows,
-        note=table.note,
-        folded=table.folded,
-    )
+    rows: list[list[ShownCell]] = []
+    traced: list[tuple[str, ShownCell]] = []  # what has runs or values behind it, with its labels
+    for row in table.rows:
+        labels: list[str] = []
+        rows.append([])
+        for (title, parts), entry in zip(columns, [*row, *[""] * (len(columns) - len(row))], strict=True):
+            cells = _cells(entry, parts, unit_in_caption, has_parts)
+            rows[-1] += cells
+            labels += [entry] if isinstance(entry, str) and entry else []
+            traced += [(", ".join([*labels, title]), cell) for cell in cells if cell.sources or cell.values]
+    shown = {"title": table.title, "caption": caption(table), "note": table.note, "folded": table.folded}
+    return shown | {"columns": columns, "has_parts": has_parts, "rows": rows, "traced": traced}
 
 
 def common_unit(table: Table) -> str | None:
@@ -162,3 +125,86 @@ def _measured(entry: Cell | Comparison, unit_in_caption: bool, begins: bool) -> 
         values=f"{', '.join(values)} {unit}".strip() if values else "",
         sources=list(zip(paired, entry.runs, strict=True)),
     )
+
+
+MINUS, TIMES, NOTHING = "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}", "\N{EN DASH}"
+
+
+def interval_text(interval: Interval, unit: str = "%") -> str:
+    """Return "mean ± half-width", both rounded to the half-width's first digit (its second after a leading 1).
+
+    Percentages have one decimal at least. Without an interval (one replica) the mean stands alone.
+
+    Example:
+        >>> interval_text(Interval(14.7183, 0.3421)), interval_text(Interval(523.4, 41.0), unit="")
+        ('14.7 ± 0.3', '520 ± 40')
+    """
+    mean, half_width = interval.mean, interval.half_width
+    # Of percentages with equal values rounding may leave some 1e-15.
+    smallest = 5e-4 if unit == "%" else 0.0
+    if not (math.isfinite(half_width) and half_width > smallest):
+        alone = number_text(mean, unit)
+        return alone if math.isnan(half_width) else f"{alone} ± {number_text(half_width, unit)}"
+    exponent = math.floor(math.log10(half_width))
+    decimals = -exponent + (f"{half_width:e}"[0] == "1")
+    if decimals > 6:  # a long row of zeros says less than an exponent
+        return _with_minus(f"{mean:.4g} ± {half_width:.1g}")
+    if unit == "%":
+        decimals = max(decimals, 1)
+    shown = max(decimals, 0)
+    return _with_minus(f"{round(mean, decimals):.{shown}f} ± {round(half_width, decimals):.{shown}f}")
+
+
+def number_text(value: float | None, unit: str = "%") -> str:
+    """Return one number: two decimals in %, else four digits.
+
+    Example:
+        >>> number_text(14.7183), number_text(0.000123456, unit=""), number_text(None)
+        ('14.72', '0.0001235', '–')
+    """
+    if value is None or math.isnan(value):
+        return NOTHING
+    return _with_minus(f"{value:.2f}" if unit == "%" and math.isfinite(value) else f"{value:.4g}")
+
+
+def difference_unit(unit: str) -> str:
+    """Return the unit of a difference: of percentages it is points."""
+    return "points" if unit == "%" else unit
+
+
+def signed(text: str) -> str:
+    """Return a difference with its sign.
+
+    Example:
+        >>> signed("1.3 ± 0.4"), signed("0.0 ± 0.4")
+        ('+1.3 ± 0.4', '0.0 ± 0.4')
+    """
+    first = text.partition(" ")[0]
+    return f"+{text}" if first[0].isdigit() and first.strip("0.") else text
+
+
+def plural(count: int, noun: str) -> str:
+    """Return a count with its noun.
+
+    Example:
+        >>> plural(1, "run"), plural(2, "run")
+        ('1 run', '2 runs')
+    """
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def _with_minus(text: str) -> str:
+    # "-0.00" is a zero; a hyphen would break at the end of a line.
+    zero, separator, rest = text.partition(" ± ")
+    if zero.startswith("-") and float(zero) == 0:
+        zero = zero[1:]
+    return (zero + separator + rest).replace("-", MINUS)
+
+
+def setting_text(value: Any) -> str:
+    """Return a hyperparameter's value as text."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, list | tuple):
+        return ", ".join(setting_text(inner) for inner in value)
+    return str(value)

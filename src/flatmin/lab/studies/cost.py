@@ -95,11 +95,7 @@ def _passes(experiment: Experiment) -> int:
 
 
 def num_images(experiment: Experiment) -> int:
-    """Return how many images an experiment is trained on.
-
-    Raises:
-        ValueError: the dataset's size is not known.
-    """
+    """Return how many images an experiment is trained on."""
     data = experiment.data
     if data.train_size is not None:
         return data.train_size

@@ -177,12 +177,7 @@ class Findings:
 
 
 def own_settings(experiments: Sequence[Experiment], *more: tuple[str, object]) -> list[Hyperparameter]:
-    """Return the settings of a scale that is not the paper's, all of them ours; of several values each.
-
-    Args:
-        experiments: what is trained.
-        more: further settings; they replace those of the same name.
-    """
+    """Return the settings of a scale of our own; ``more`` replace those of the same name, several values are listed."""
     seen: dict[str, dict[object, None]] = {}
     for e in experiments:
         size = f"{e.data.train_size:,}" if e.data.train_size is not None else "all"

@@ -33,15 +33,7 @@ class Claimed:
 
     @classmethod
     def read(cls, text: str, spread: Literal["ci", "std"] = "ci") -> "Claimed":
-        """Read a number as printed, for example "2.7 ± 0.1", "2.1 ± <0.1", "0.63" or "up to 11.4".
-
-        Args:
-            text: the number.
-            spread: what the "±" stands for, a confidence interval or a standard deviation.
-
-        Raises:
-            ValueError: the text is something else.
-        """
+        """Read a number as printed, for example "2.7 ± 0.1", "2.1 ± <0.1", "0.63" or "up to 11.4"."""
         match = _PRINTED.fullmatch(text.strip())
         if match is None:
             raise ValueError(f"This is not a number as papers print them: {text!r}; one looks like '2.7 ± 0.1'.")
@@ -106,12 +98,7 @@ def table_rows(text: str) -> Iterator[list[str]]:
 
 
 def read_cells(text: str, columns: Iterable[tuple[Any, ...]], spread: Literal["ci", "std"] = "ci") -> Cells:
-    r"""Read a table of numbers as printed; "-" is an empty cell.
-
-    Args:
-        text: the labels of each row, then a number for each column.
-        columns: the labels of each column; of one without any, the cells are left out.
-        spread: what a "±" stands for.
+    r"""Read a table of numbers as printed; "-" is an empty cell, and a column without labels is left out.
 
     Example:
         >>> [(key, number.mean) for key, number in read_cells("wrn | 200 | 2.7 | -", [("sam",), ("sgd",)]).items()]

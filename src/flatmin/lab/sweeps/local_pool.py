@@ -40,12 +40,7 @@ class Shares:
 
 
 def machine_shares(processes: int, threads: int) -> Shares:
-    """Return how many processes there are, with how many threads and which GPU each.
-
-    Args:
-        processes: how many; 0 is one for each GPU, or without GPUs as many as there are cores for.
-        threads: of each; 0 is one, or with GPUs an equal share of the cores.
-    """
+    """Return how a machine is shared; 0 processes are one per GPU (or core), 0 threads an equal share (or one)."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     gpus = _visible_gpus()
     if gpus:

@@ -44,11 +44,7 @@ class Measurement:
     """Measure on this many training examples, the first ones; on all if None."""
 
     def __post_init__(self) -> None:
-        """Check every setting.
-
-        Raises:
-            SpecError: a setting has a value that is not allowed.
-        """
+        """Check every setting."""
         for name, (holds, allowed) in (COMMON | self.ranges).items():
             value = getattr(self, name)
             if value is not None and not holds(value):
@@ -312,14 +308,6 @@ def measure_run(
 
     The dataset is read once for all measurements, and the weights of each epoch once. The run need not be finished;
     the files then also carry the step in their names.
-
-    Returns:
-        The facts, by the names of the files without their suffixes.
-
-    Raises:
-        RunError: there is no run, it has no whole checkpoint, or it has not kept the weights of that epoch.
-        DataError: the dataset is missing or corrupt.
-        StorageError: what was found cannot be written.
     """
     from flatmin.lab.training.trained_model import load_trained
 

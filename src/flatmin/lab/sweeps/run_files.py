@@ -55,12 +55,7 @@ class RunStore:
 
 
 class FileSender:
-    """Sends what changes in a directory of runs, every few seconds and once more at the end of the ``with`` block.
-
-    Args:
-        runs: the directory on this node.
-        send: is given the contents of new and changed files, and the paths of removed ones.
-    """
+    """Sends what changes in a directory of runs, every few seconds and once more at the end of the ``with`` block."""
 
     def __init__(self, runs: Path, send: Callable[[Files, list[str]], object]) -> None:
         self.error: Exception | None = None
@@ -108,11 +103,7 @@ def stamps(directory: Path, runs: Path) -> dict[str, tuple[int, int]]:
 
 
 def write_files(runs: Path, files: Files) -> None:
-    """Write files into a directory of runs.
-
-    Raises:
-        StorageError: one of them cannot be written.
-    """
+    """Write files into a directory of runs."""
     for name, content in files.items():
         path = runs / name
         with storing(path.parent, "Free some disk space, and rerun."):

@@ -73,13 +73,6 @@ def run_job(
     """Train, from the last checkpoint if there is one, then measure what was not measured yet, and say how it ended.
 
     A loss that diverged is written to RUN/problem.json: the same would happen again. Nothing is raised.
-
-    Args:
-        job: the run and what to measure of it.
-        runs: the directory of all runs.
-        data_root: the first directory that is searched for datasets.
-        checkpoint_seconds: how long to train, at most, before saving.
-        deterministic: use only deterministic algorithms.
     """
     try:
         with deterministic_algorithms(deterministic):

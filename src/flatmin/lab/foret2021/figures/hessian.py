@@ -18,8 +18,16 @@ from flatmin.lab.runs.record import RunRecord
 from flatmin.lab.spec.experiment import Experiment, Model
 from flatmin.lab.studies.contrasts import BySeed, Contrast, Family, mean
 from flatmin.lab.studies.findings import Comparison, Findings, LineFigure, Row, Table
-from flatmin.lab.studies.measured_figures import density_figures
-from flatmin.lab.studies.replicas import Read, Replicas, measured, metric, replicas_of, runs_of, series_over
+from flatmin.lab.studies.replicas import (
+    Read,
+    Replicas,
+    density_figures,
+    measured,
+    metric,
+    replicas_of,
+    runs_of,
+    series_over,
+)
 from flatmin.lab.studies.study import Known, Scale
 from flatmin.lab.sweeps.jobs import Job
 from flatmin.lab.sweeps.measurements import Spectrum

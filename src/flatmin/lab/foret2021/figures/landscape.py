@@ -20,8 +20,7 @@ from flatmin.lab.runs.record import MeasurementResult
 from flatmin.lab.spec.experiment import Experiment, Model
 from flatmin.lab.studies.contrasts import Family
 from flatmin.lab.studies.findings import Findings, Row, Table
-from flatmin.lab.studies.measured_figures import landscape_figures
-from flatmin.lab.studies.replicas import Read, measured, metric, replicas_of
+from flatmin.lab.studies.replicas import Read, landscape_figures, measured, metric, replicas_of
 from flatmin.lab.studies.study import Known, Scale
 from flatmin.lab.sweeps.jobs import Job
 from flatmin.lab.sweeps.measurements import Landscape

@@ -139,9 +139,6 @@ def _verdict(
 def mean_reductions(errors: Sequence[tuple[BySeed, BySeed]]) -> dict[int, float]:
     """Return the reduction in % of the baseline's error, by seed, in the mean over conditions.
 
-    Args:
-        errors: with SAM and of the baseline, for each condition.
-
     Example:
         >>> mean_reductions([({0: 5.0}, {0: 10.0}), ({0: 20.0}, {0: 20.0})])
         {0: 25.0}
