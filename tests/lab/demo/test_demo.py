@@ -94,7 +94,7 @@ def test_a_small_demo_from_runs_to_the_page(tmp_path, monkeypatch):
     assert run_study(DEMO, "laptop", known, in_process(runs)) == 2 * len(NOISE_RATES)
     more = describe(DEMO, "laptop", known)
     assert len(more.verdicts) == len(found.verdicts) + len(NOISE_RATES)
-    assert [surface.name for surface in more.figures[2].surfaces] == ["SGD", "SAM", "SAM on 1/8", "SAM, small rho"]
+    assert [surface.name for surface in more.figures[0].surfaces] == ["SGD", "SAM", "SAM on 1/8", "SAM, small rho"]
 
 
 def _check_table(found, known):
@@ -115,8 +115,8 @@ def _check_table(found, known):
 
 def _check_figures(found):
     """Curves of all methods; spectra and landscapes of those with as many epochs."""
-    assert [type(figure) for figure in found.figures] == [LineFigure, LineFigure, SurfaceFigure] * len(NOISE_RATES)
-    for curves, spectra, landscapes in (found.figures[:3], found.figures[3:]):
+    assert [type(figure) for figure in found.figures] == [SurfaceFigure, LineFigure, LineFigure] * len(NOISE_RATES)
+    for landscapes, curves, spectra in (found.figures[:3], found.figures[3:]):
         assert [series.name for series in curves.series] == list(METHODS)
         assert [len(series.x) for series in curves.series] == [1, 2, 1, 1]
         assert [series.name for series in spectra.series] == ["SGD", "SAM", "SAM on 1/8"]
@@ -126,6 +126,9 @@ def _check_figures(found):
 def _check_page(page, found):
     """It stands alone and shows verdicts, table and figures."""
     assert page.count("<svg") == 6 + 1
+    # First the result and the pictures, then the table, then the claims with their tests.
+    order = [page.index(text) for text in (found.headline, "<svg", found.tables[0].title, "All claims")]
+    assert order == sorted(order)
     assert not re.search(r"(src|href)=\"(?![#])", page)
     assert all(text in page for text in ("What was run.", "validation error", "Alpaydin"))
     assert all(verdict.claim in page for verdict in found.verdicts)

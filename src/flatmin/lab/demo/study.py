@@ -104,15 +104,17 @@ def demo(scale: Scale, known: Known) -> Findings:
     asked = replicas_of(demo_jobs(scale, known), known)
     models = {noise: {m: replace(asked[noise, m], name=m) for m in METHODS} for noise in NOISE_RATES}
     settings = demo_settings()
+    judged = [verdict for noise in NOISE_RATES for verdict in _verdicts(models[noise], noise)]
     return Findings(
         item="demo",
         scale="",
         title=TITLE,
         source=SOURCE,
         about_scale=ABOUT,
+        headline=next((v.evidence for v in judged if v.status == "reproduced"), judged[-1].evidence),
         tables=[_results(models), _tuning(settings)],
-        figures=[figure for noise in NOISE_RATES for figure in _figures(models[noise], noise)],
-        verdicts=[verdict for noise in NOISE_RATES for verdict in _verdicts(models[noise], noise)],
+        figures=[figure for noise in reversed(NOISE_RATES) for figure in _figures(models[noise], noise)],
+        verdicts=judged,
         hyperparameters=[
             Hyperparameter(name="model", value=settings["chosen"]["network"], source="validation"),
             Hyperparameter(name="learning rate", value=settings["chosen"]["lr"], source="validation"),
@@ -218,9 +220,9 @@ def _figures(models: ByMethod, noise: float) -> list[Any]:
         runs=runs_of(models.values()),
     )
     return [
+        *landscape_figures(models.values(), LANDSCAPE, f"Training loss around the weights, {labels}, seed {SEEDS[0]}"),
         curves,
         *density_figures(models.values(), SPECTRUM, f"Spectrum of the Hessian, {labels}, seed {SEEDS[0]}"),
-        *landscape_figures(models.values(), LANDSCAPE, f"Training loss around the weights, {labels}, seed {SEEDS[0]}"),
     ]
 
 

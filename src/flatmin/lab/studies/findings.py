@@ -158,6 +158,8 @@ class Findings:
     """Where it is in the paper, for example "Table 1, Section 3.1"."""
     about_scale: str
     """What differs from the paper's experiment, human-readable."""
+    headline: str = ""
+    """The result in one sentence; a page of one item then opens with it and with the figures."""
     tables: Sequence[Table] = ()
     figures: Sequence[LineFigure | SurfaceFigure] = ()
     verdicts: Sequence[Verdict] = ()
