@@ -17,7 +17,6 @@ from flatmin.lab.studies.conditions import (
     Condition,
     Method,
     baselines,
-    by_micro_batches,
     condition_results,
     no_tuning,
     sam_and_small_m,
@@ -303,19 +302,6 @@ def test_the_validation_errors_that_chose_are_shown():
     assert [row[3].values for row in chosen] == [pytest.approx((15.0,)), pytest.approx((12.0,))]
     assert len({run for row in table.rows for run in row[3].runs if run.endswith(f"seed{TUNING_SEED}")}) == 7
     assert [h.value for h in findings.hyperparameters if h.source == "validation"] == [row[2] for row in chosen]
-
-
-def test_by_micro_batches_every_method_has_that_m():
-    methods = by_micro_batches(with_rates((0.1, 0.2), (1e-4, 1e-3)), (0.05, 0.1), 10)
-    entries, known = results(by_validation, *methods)
-    assert {record.experiment.optim.m for record in known.values()} == {10}
-    assert {e.method.name: (e.chosen.optim.rho, e.chosen.epochs) for e in entries} == {
-        "SGD, m = 10": (0.0, 4),
-        "SGD, m = 10, twice the epochs": (0.0, 8),
-        "SAM, m = 10": (0.1, 4),
-    }
-    assert (entries[0].chosen.optim.lr, entries[0].chosen.optim.weight_decay) == (0.2, 1e-3)
-    assert [e.method.against for e in entries] == [(), (), (("SGD, m = 10", "SGD, m = 10, twice the epochs"),)]
 
 
 def test_table_1_on_a_laptop_has_all_arms_once_and_sam_with_the_papers_share_of_a_batch_everywhere():

@@ -9,8 +9,7 @@ import tyro
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from flatmin.lab.commands.console import find_run, number, table
-from flatmin.lab.commands.progress import write_event
+from flatmin.lab.commands.console import find_run, number, table, write_event
 from flatmin.lab.errors import RunError
 from flatmin.lab.sweeps.measurements import Bound, Landscape, Measurement, Rho, Sharpness, Spectrum, measure_run
 

@@ -1,14 +1,14 @@
 """``flatmin reproduce ITEM --plan``: what it would cost, and the commands to run it, without running anything."""
 
-import dataclasses
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
 
 from flatmin.lab.commands.console import table
 from flatmin.lab.spec.experiment import Data, Experiment, Model
+from flatmin.lab.spec.fields import plain
 from flatmin.lab.studies.cost import cost, disk_bytes, model_flops, num_models, training_flops
 from flatmin.lab.sweeps.jobs import Job
 
@@ -61,20 +61,18 @@ def gpu_hours(jobs: Iterable[Job], images_per_second: float) -> float:
 
 def train_flags(experiment: Experiment) -> list[str]:
     """Return the flags of ``flatmin train`` for an experiment: all fields that are not at their defaults."""
-    return [flag for field in dataclasses.fields(experiment) for flag in _flags(experiment, field, Experiment(), "")]
+    return list(_flags(plain(experiment, leave_defaults_out=True), ""))
 
 
-def _flags(owner: Any, field: dataclasses.Field[Any], default: Any, prefix: str) -> list[str]:
-    value, usual = getattr(owner, field.name), getattr(default, field.name)
-    name = f"{prefix}{field.name.replace('_', '-')}"
-    if dataclasses.is_dataclass(value):
-        return [flag for f in dataclasses.fields(value) for flag in _flags(value, f, usual, f"{name}.")]
-    if value == usual:
-        return []
-    if isinstance(value, bool):
-        head, _, last = name.rpartition(".")
-        return [f"--{head}.{'' if value else 'no-'}{last}".replace("--.", "--")]
-    return [f"--{name}", str(value)]
+def _flags(tree: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    for key, value in tree.items():
+        name = key.replace("_", "-")
+        if isinstance(value, dict):
+            yield from _flags(value, f"{prefix}{name}.")
+        elif isinstance(value, bool):
+            yield f"--{prefix}{'' if value else 'no-'}{name}"
+        else:
+            yield from (f"--{prefix}{name}", str(value))
 
 
 def _cells(jobs: list[Job], images_per_second: float | None) -> tuple[str, ...]:

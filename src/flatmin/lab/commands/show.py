@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
-from flatmin.lab.commands.console import find_run, metric, number, table
-from flatmin.lab.commands.progress import write_event
+from flatmin.lab.commands.console import find_run, metric, number, table, write_event
 from flatmin.lab.runs.directory import is_finished, last_metrics, read_spec
 from flatmin.lab.runs.environment import read_sessions
 from flatmin.lab.spec.fields import plain

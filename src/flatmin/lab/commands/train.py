@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
-from flatmin.lab.commands.progress import BarCallback, JsonCallback, write_event
+from flatmin.lab.commands.console import BarCallback, JsonCallback, write_event
 from flatmin.lab.runs.directory import Result
 from flatmin.lab.spec.experiment import Experiment
 from flatmin.lab.training.engine import CHECKPOINT_SECONDS, train

@@ -10,8 +10,7 @@ from flatmin.lab.runs.record import Records, RunRecord, without_paths
 from flatmin.lab.spec.experiment import Experiment
 from flatmin.lab.spec.fields import plain
 from flatmin.lab.studies.findings import Cell, Comparison, Findings, LineFigure, Table
-from flatmin.lab.studies.replicas import series_over
-from flatmin.lab.studies.statistics import mean_and_interval
+from flatmin.lab.studies.replicas import Replicas, series_over
 
 ERRORS = {"train_error": "train error", "valid_error": "validation error", "test_error": "test error"}
 
@@ -174,14 +173,9 @@ def _values(group: _Group, varied: Sequence[str]) -> list[str]:
 
 
 def _cell(group: _Group, metric: str) -> Cell:
-    errors = {record.name: value for record in group.finished if (value := error_of(record, metric)) is not None}
     counts = {state: sum(record.state == state for record in group.records) for state in ("failed", "not finished")}
-    return Cell(
-        measured=mean_and_interval(list(errors.values())) if errors else None,
-        values=tuple(errors.values()),
-        runs=tuple(errors),
-        note="; ".join(f"{count} of {len(group.records)} {state}" for state, count in counts.items() if count) or None,
-    )
+    note = "; ".join(f"{count} of {len(group.records)} {state}" for state, count in counts.items() if count) or None
+    return Replicas(group.name, group.finished).cell(metric, note=note)
 
 
 def _curves(groups: Sequence[_Group], varied: Sequence[str]) -> list[LineFigure]:

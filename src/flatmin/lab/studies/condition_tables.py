@@ -44,17 +44,9 @@ def condition_tables(
 ) -> dict[str, Any]:
     """Return what conditions show: the tables, verdicts and hyperparameters of `Findings`.
 
-    Args:
-        entries: what came of each method in each condition; a condition's first method is its baseline.
-        claims: the paper's numbers.
-        scale: at which the conditions were run.
-        label_columns: what a condition's labels are.
-        layout: the paper's.
-        metrics: what is compared, in %.
-        accuracy: whether the table has accuracies instead of errors.
-        literature: what is only cited (methods in rows), by method and column.
-        hyperparameters: those that were not chosen here; without, what the methods have in common is listed as ours.
-        further: claims on several conditions, with the comparisons that each consists of.
+    A condition's first method is its baseline. ``literature`` is only cited, by method and column; ``further`` are
+    claims on several conditions with the comparisons that each consists of. Without ``hyperparameters``, what the
+    methods have in common is listed as ours.
     """
     tables = []
     verdicts: list[Verdict] = []

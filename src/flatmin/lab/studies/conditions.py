@@ -278,14 +278,6 @@ def sam_and_small_m(rhos: Sequence[float], m: int) -> tuple[Method, ...]:
     )
 
 
-def by_micro_batches(candidates: Candidates, rhos: Sequence[float], m: int) -> tuple[Method, ...]:
-    """Return SGD, SGD for twice as many epochs, and SAM, all by micro-batches of m, as on the paper's accelerators."""
-    sgd = Method(name=f"SGD, m = {m}", candidates=lambda base: [e for c in candidates(base) for e in with_m(m)(c)])
-    longer = double_epochs(sgd)
-    sam = Method(name=f"SAM, m = {m}", candidates=with_rho(rhos, m), after=sgd.name, against=((sgd.name, longer.name),))
-    return sgd, longer, sam
-
-
 def tuning_job(experiment: Experiment, epochs: int | None = None) -> Job:
     """Return the run that gives a candidate its validation error; for fewer or more epochs if given."""
     held_out = replace(experiment.data, validation=VALIDATION)
