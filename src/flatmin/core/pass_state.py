@@ -128,7 +128,7 @@ def own_buffers(models: Iterable[nn.Module]) -> Iterator[None]:
 
 def _only_counts(module: nn.Module) -> bool:
     """Return whether a layer's buffers are statistics that it writes but does not read while it trains."""
-    own = type(module).forward.__module__.startswith("torch.nn.modules.")
+    own = (type(module).forward.__module__ or "").startswith("torch.nn.modules.")  # None: made by exec
     return own and isinstance(module, _NormBase)
 
 
