@@ -157,13 +157,30 @@ def _overview(findings: Sequence[Findings], anchors: Sequence[str], records: dic
         )
         for comparison, effect in zip(verdict.comparisons, relative, strict=True):
             if effect is not None:
-                several = f" ({comparison.quantity})" if len(verdict.comparisons) > 1 else ""
-                item = f"{one.item}: " if len(findings) > 1 else ""
-                forest.append((f"{number}. {item}{verdict.claim}{several}", verdict.status, effect))
+                first = len(findings) > 1 and not any(row["item"] == one.item for row in rows[:-1])
+                heading = f"{one.item}\n" if first and comparison is verdict.comparisons[0] else ""
+                forest.append((f"{heading}{number}. {short_claim(verdict, comparison)}", verdict.status, effect))
     title = "Effect of each claim, with its 95 % interval"
     picture = _pictures(ForestFigure(title, forest), "figures/overview.svg") if forest else None
     all_drawn = all(row["effects"] and all(effect["relative"] for effect in row["effects"]) for row in rows)
     return {"rows": rows, "title": title, "picture": picture, "all_drawn": all_drawn}
+
+
+def short_claim(verdict: Verdict, comparison: Comparison) -> str:
+    """Return what a plot calls a comparison: the condition, both methods, and what is compared unless it is the error.
+
+    Example:
+        >>> difference, claim = Interval(-1.0, 0.5), "40 %: SAM has a lower test error than SGD."
+        >>> compared = Comparison(name="SAM - SGD", quantity="test error, %", difference=difference, p_value=0.01,
+        ...                       p_holm=0.01, num_pairs=5)
+        >>> short_claim(Verdict(claim=claim, status="reproduced", evidence=""), compared)
+        '40 %: SAM vs. SGD'
+    """
+    condition, colon, _ = verdict.claim.partition(": ")
+    quantity = comparison.quantity.removesuffix(", %")
+    where = f"{condition}: " if colon and len(condition) < MOST_CHARACTERS else ""
+    what = "" if quantity == "test error" else f" ({quantity})"
+    return f"{where}{comparison.name.replace(' - ', ' vs. ')}{what}"
 
 
 def relative_effect(comparison: Comparison) -> Interval | None:

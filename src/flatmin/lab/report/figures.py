@@ -171,7 +171,7 @@ def _height_range(figure: SurfaceFigure) -> tuple[float, float]:
 def _draw_forest(figure: ForestFigure) -> "Figure":
     from matplotlib.figure import Figure
 
-    labels = [_plain(label, FOREST_LABEL) for label, _, _ in figure.rows]
+    labels = ["\n".join(_plain(line, FOREST_LABEL) for line in label.split("\n")) for label, _, _ in figure.rows]
     lines = sum(label.count("\n") + 1 for label in labels)
     drawn = Figure(figsize=(7.6, 0.9 + 0.19 * lines + 0.1 * len(labels)), layout="constrained")
     axes = drawn.add_subplot()
