@@ -156,25 +156,23 @@ def _condition(scale: Scale, percent: int) -> Condition:
     claimed = {(name, "test_error"): LABEL_NOISE[name, percent] for name in NOISE_METHODS if scale != "smoke"}
     start, column = _start(scale, percent), _column(percent, scale)
     gate = MOST_NOISY_TRAIN_ERROR if scale == "laptop" else None
-    small = _is_small(percent, scale)
-    bootstrapped = Method(name="Bootstrap + Mixup", candidates=_bootstrapped, after="Mixup")
-    return Condition(
-        labels=(),
-        column=column,
-        start=small_images(start) if small else start,
-        methods=(sgd, longer, *mixups, *(m for m in sam if m.name == "SAM"))
-        if small
-        else (
-            *(sgd, longer, *mixups, bootstrapped, *sam),
-            *(
-                replace(bootstrapped, name=f"Bootstrap + {m.name}", after=m.name, against=((m.name,),))
-                for m in sam
-                if m.name.startswith("SAM")
-            ),
+    if _is_small(percent, scale):
+        methods = (sgd, longer, *mixups, *(m for m in sam if m.name == "SAM"))
+        start = small_images(start)
+        return Condition(labels=(), column=column, start=start, methods=methods, claimed=claimed, most_train_error=gate)
+    methods = (
+        sgd,
+        longer,
+        *mixups,
+        Method(name="Bootstrap + Mixup", candidates=_bootstrapped, after="Mixup"),
+        *sam,
+        *(
+            Method(name=f"Bootstrap + {m.name}", candidates=_bootstrapped, after=m.name, against=((m.name,),))
+            for m in sam
+            if m.name.startswith("SAM")
         ),
-        claimed=claimed,
-        most_train_error=gate,
     )
+    return Condition(labels=(), column=column, start=start, methods=methods, claimed=claimed, most_train_error=gate)
 
 
 def _is_small(percent: int, scale: Scale) -> bool:
