@@ -1,6 +1,6 @@
 """What the study compares: the methods, each with its radii, and the conditions they are compared in.
 
-Every method with a radius has five of them to choose from, on the validation split: those of SAM times a factor,
+Every method with a radius has five of them to choose from, on the validation split: SAM's radii times a factor,
 because the strength of a correction measured on a part of the batch grows as the part shrinks: the radius of a part
 starts at rho_SAM * sqrt(part).
 """
@@ -42,7 +42,7 @@ class Arm:
     factor: float | None = 1.0
     """Of SAM's radii; None: no SAM."""
     epochs: float = 1.0
-    """Times those of training without SAM."""
+    """Times the epochs of training without SAM."""
 
     def method(self, rhos: Sequence[float]) -> Method:
         """Return it as a method with SAM's radii times its factor; the rest is what validation chose without SAM."""

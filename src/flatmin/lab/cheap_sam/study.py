@@ -37,7 +37,7 @@ TITLE, SOURCE = "SAM at nearly the cost of SGD", "Our own study, not in the pape
 
 @dataclass(frozen=True, kw_only=True)
 class OneSided(Contrast):
-    """A claim that one number is lower than another, tested against that it is not."""
+    """A claim that one number is lower than another, with a one-sided test."""
 
     @property
     def p_value(self) -> float:

@@ -52,7 +52,7 @@ def gpu_hours(jobs: Iterable[Job], images_per_second: float) -> float:
     """Return the time of training on one device that trains `REFERENCE` with so many images per second.
 
     Example:
-        >>> one = dataclasses.replace(REFERENCE, data=Data(name="cifar10", train_size=36), epochs=100)
+        >>> one = Experiment(data=Data(name="cifar10", train_size=36), model=REFERENCE.model, epochs=100)
         >>> gpu_hours([Job(experiment=one)], 1.0)
         1.0
     """

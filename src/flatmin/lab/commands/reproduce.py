@@ -185,10 +185,6 @@ class Reproduce:
 def _raise_if_none_is_left(chosen: Sequence[Item], skipped: dict[str, Exception]) -> None:
     """Raise the one error there is, or all of them as one, where no item can be run."""
     if chosen and len(skipped) == len(chosen):
-        raise (
-            next(iter(skipped.values()))
-            if len(skipped) == 1
-            else DataError(
-                "\n".join(dict.fromkeys(line for error in skipped.values() for line in str(error).splitlines()))
-            )
-        )
+        first, *others = skipped.values()
+        lines = dict.fromkeys(line for error in skipped.values() for line in str(error).splitlines())
+        raise DataError("\n".join(lines)) if others else first

@@ -59,7 +59,7 @@ def demo_experiment(
 ) -> Experiment:
     """Return an experiment of the demo or of the sweep that tuned its settings.
 
-    The subset, the validation split and the label noise depend on the seed, so that the seeds are independent replicas.
+    The subset, the validation split and the label noise depend on the seed: the seeds are independent replicas.
     """
     return Experiment(
         name="demo",

@@ -64,7 +64,7 @@ def hyperparameters(
 def findings(item: str, scale: Scale, *, notes: Sequence[str] = (), **shown: Any) -> Findings:
     """Return findings with what all items have in common.
 
-    ``notes`` follow those of the paper's claims; ``shown`` are verdicts, tables, figures, hyperparameters and others.
+    ``notes`` follow the notes on the paper's claims; ``shown`` are verdicts, tables, figures and others.
     """
     claims = CLAIMS[item]
     common = {"title": claims.title, "source": claims.source, "about_scale": about_scale(item, scale)}

@@ -1,7 +1,7 @@
 """What is trained at each scale: the paper's own, a laptop's two cores, and seconds.
 
 The laptop's settings were found by validation error alone: models with far more parameters than examples, which fit
-their training set, so that what is measured is generalization.
+their training set: what is measured is generalization.
 """
 
 from collections.abc import Sequence

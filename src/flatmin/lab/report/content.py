@@ -46,7 +46,7 @@ HOW_TO_READ = (
 
 
 def report_content(findings: Sequence[Findings], records: dict[str, RunRecord], title: str) -> dict[str, Any]:
-    """Return all that the templates show; records are those of every run that the findings name, by name."""
+    """Return all that the templates show; records are of every run that the findings name, by name."""
     anchors = [f"item-{number}-{slug(one.item)}" for number, one in enumerate(findings, 1)]
     counts = Counter(verdict.status for one in findings for verdict in one.verdicts)
     return {
@@ -106,22 +106,12 @@ def item_alarm(findings: Findings, records: dict[str, RunRecord]) -> list[str]:
 
 
 def missing_text(count: int, of_what: str = "") -> str:
-    """Return that runs are missing.
-
-    Example:
-        >>> missing_text(1), missing_text(2, " of this item")
-        ('1 run is missing.', '2 runs of this item are missing.')
-    """
+    """Return that runs are missing."""
     return f"{plural(count, 'run')}{of_what} {'is' if count == 1 else 'are'} missing."
 
 
 def slug(text: str) -> str:
-    """Return a text as a part of a file's name or an anchor.
-
-    Example:
-        >>> slug("Test error, over rho")
-        'test-error-over-rho'
-    """
+    """Return a text as a part of a file's name or an anchor."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:MOST_CHARACTERS].strip("-") or "item"
 
 

@@ -184,12 +184,7 @@ def signed(text: str) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """Return a count with its noun.
-
-    Example:
-        >>> plural(1, "run"), plural(2, "run")
-        ('1 run', '2 runs')
-    """
+    """Return a count with its noun."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 

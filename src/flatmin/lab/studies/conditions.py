@@ -87,7 +87,7 @@ class Condition:
 
 
 def edge_note(rho: float | None, tried: Collection[float]) -> str | None:
-    """Return a note where the chosen rho is the smallest or the largest of several, so that the best may lie outside.
+    """Return a note where the chosen rho is the smallest or the largest of several: the best may lie outside.
 
     Example:
         >>> edge_note(0.05, [0.05, 0.1, 0.2])

@@ -85,7 +85,7 @@ class Contrast:
 class Family:
     """All comparisons that an item plans at a scale, corrected together by Holm's method.
 
-    One that waits for runs counts as not rejected, so that no verdict changes when it arrives: what is significant now
+    One that waits for runs counts as not rejected, so no verdict changes when it arrives: what is significant now
     stays so, and what may become so, when smaller p-values arrive, is not judged before.
     """
 

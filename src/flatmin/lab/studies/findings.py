@@ -37,7 +37,7 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """SAM against its baseline, paired by seed."""
+    """SAM vs. its baseline, paired by seed."""
 
     name: str
     difference: Interval
@@ -179,7 +179,7 @@ class Findings:
 
 
 def own_settings(experiments: Sequence[Experiment], *more: tuple[str, object]) -> list[Hyperparameter]:
-    """Return the settings of a scale of our own; ``more`` replace those of the same name, several values are listed."""
+    """Return the settings of a scale of our own; ``more`` replace settings of the same name."""
     seen: dict[str, dict[object, None]] = {}
     for e in experiments:
         size = f"{e.data.train_size:,}" if e.data.train_size is not None else "all"

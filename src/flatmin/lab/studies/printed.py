@@ -52,7 +52,7 @@ class Statement:
     """A claim in words, to be tested, and whether the publication's own numbers bear it out."""
 
     claim: str
-    """What is claimed, so that it can be tested."""
+    """What is claimed, in a form that can be tested."""
     own_numbers: str
     """What the publication's own numbers say of it."""
 

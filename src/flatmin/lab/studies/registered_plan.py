@@ -81,7 +81,7 @@ def read_plan(results: Path) -> tuple[dict[str, Any], list[Change]]:
 
 
 def register(results: Path, plans: Mapping[str, dict[str, Any]], changes: Sequence[Change]) -> list[str]:
-    """Write plans to RESULTS/plan.json next to those of other items, and return the items that are new or changed."""
+    """Write plans to RESULTS/plan.json next to other items' plans, and return the items that are new or changed."""
     registered, before = read_plan(results)
     changed = [name for name, plan in plans.items() if registered.get(name, plan) != plan]
     unexplained = [name for name in changed if name not in {change.item for change in changes}]

@@ -141,7 +141,7 @@ class RayPool:
         return variables
 
     def _check_nodes(self) -> None:
-        """Let every node import flatmin: an error shows now, and not as that of every job."""
+        """Let every node import flatmin: an error shows now, and not in every job."""
         nodes = [node["NodeID"] for node in self.ray.nodes() if node["Alive"]]
         for reference in [self._on_node(_answer_on_node, node).remote() for node in nodes]:
             try:

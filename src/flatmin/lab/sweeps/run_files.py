@@ -29,7 +29,7 @@ class RunStore:
         return path.exists()
 
     def begin(self, job: Job) -> Files | JobStatus:
-        """Lock a job's run and return its files, and those of the runs it builds on; or why that is impossible."""
+        """Lock a job's run and return its files and the files of runs it builds on; or why that is impossible."""
         directory = RunDirectory(job.experiment, job.seed, self.runs)
         try:
             directory.open()

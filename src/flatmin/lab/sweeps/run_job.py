@@ -30,7 +30,7 @@ USER_MISTAKES = (SpecError, DataError, ModelError, StorageError)
 
 @dataclass(frozen=True, kw_only=True)
 class JobStatus:
-    """How a job ended; plain values, so that it can be sent from one process to another."""
+    """How a job ended; plain values, which can be sent from one process to another."""
 
     kind: Literal["done", "diverged", "stopped", "busy", "mistake", "failed", "died"]
     """done: there is nothing left to do; diverged: likewise, and the run failed; stopped: saved, as was asked;

@@ -31,7 +31,7 @@ class JobScheduler:
     def __init__(self, jobs: dict[str, Job], pool: Pool, progress: SweepProgress, attempts: int) -> None:
         self.pool, self.progress, self.attempts = pool, progress, attempts
         self.needs = {name: prerequisite(job) for name, job in jobs.items()}
-        # Long ones first, so that no core waits at the end; with one counts what can begin only after it.
+        # Long ones first: no core waits at the end. With one counts what can begin only after it.
         length = {name: passes(job) for name, job in jobs.items()}
         for name, need in self.needs.items():
             if need in length:

@@ -124,7 +124,7 @@ def hessian_experiment(scale: Scale) -> Experiment:
 def mean_log(measurements: Sequence[Spectrum], key: str) -> Read:
     """Return how to read the mean over several spectra of the logarithm (base 10) of a number.
 
-    Curvature changes by orders of magnitude along training: a mean of logarithms is not that of one epoch.
+    Curvature changes by orders of magnitude along training: one epoch cannot dominate a mean of logarithms.
     """
 
     def read(record: RunRecord) -> float | None:

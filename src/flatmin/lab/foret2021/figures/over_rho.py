@@ -8,7 +8,7 @@ alike. All verdicts are in docs/reproduction.md.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from flatmin.lab.foret2021.claims.figures import CLAIMS
@@ -19,17 +19,24 @@ from flatmin.lab.spec.experiment import Experiment
 from flatmin.lab.studies.conditions import edge_note
 from flatmin.lab.studies.contrasts import Contrast, Family, mean
 from flatmin.lab.studies.cost import num_weights
-from flatmin.lab.studies.findings import Findings, Hyperparameter, LineFigure, Row, Series, Table
+from flatmin.lab.studies.findings import Comparison, Findings, Hyperparameter, LineFigure, Row, Series, Table
 from flatmin.lab.studies.replicas import Replicas, replicas_of, runs_of, series_over
 from flatmin.lab.studies.study import Known, Scale
 from flatmin.lab.sweeps.jobs import Job
 
 M_VALUES: Mapping[Scale, tuple[int, ...]] = {"paper": M_GRID, "laptop": (16, 128), "smoke": (8, 20)}
 RHO_VALUES: Mapping[Scale, tuple[float, ...]] = {"paper": RHO_GRID, "laptop": LAPTOP_RHOS, "smoke": (0.05, 0.2)}
+NORM_GRIDS: Mapping[Scale, Mapping[str, tuple[float, ...]]] = {
+    "paper": {"p = 2": RHO_GRID, "p = inf": RHO_GRID, "random": (*RHO_GRID, 1.0, 2.0, 5.0)},
+    "laptop": {"p = 2": LAPTOP_RHOS, "p = inf": LAPTOP_RHOS, "random": (0.5, 1.0, 2.0, 5.0)},
+    "smoke": {"p = 2": (0.1,), "p = inf": (0.1,), "random": (0.1, 1.0)},
+}
+"""Euclidean lengths of the perturbation. A random direction rises far less than the gradient: it may go further."""
+Compared = Mapping[str, Sequence[Comparison | str]]
 HELD_OUT = f"All runs hold out {VALIDATION:.0%} of the training set, so that rho is chosen without the test set."
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Curve:
     """A way to train at several values of rho, with replicas; one rho is chosen by the validation error."""
 
@@ -41,7 +48,7 @@ class Curve:
         """The rho with the lowest mean validation error; None while a replica of any rho is not finished."""
         if not all(record.is_complete for group in self.replicas.values() for record in group.records):
             return None
-        # A rho with which a replica diverges is no candidate: the others alone would flatter it.
+        # A rho with which a replica diverges is not a candidate: the others alone would flatter it.
         errors = {
             rho: mean(group.by_seed("valid_error").values())
             for rho, group in self.replicas.items()
@@ -72,14 +79,27 @@ class Curve:
         ]
 
 
-def baseline_row(replicas: Replicas) -> Row:
-    """Return SGD's row, next to those of curves."""
-    return ["SGD", "0", replicas.cell("valid_error"), replicas.cell("test_error")]
-
-
 def contrast_of(lower: Curve, higher: Curve) -> Contrast:
     """Return the claim that one curve, at its chosen rho, has a lower test error than another at its own."""
     return lower.chosen.lower_than(higher.chosen, "test error, %", "test_error")
+
+
+def table_of(what: str, curves: Iterable[Curve], sgd: Replicas, compared: Compared, note: str = "") -> Table:
+    """Return each curve at its chosen rho, and SGD, with comparisons by the titles of their columns."""
+    rows = [[*curve.row(), *comparisons] for curve, *comparisons in zip(curves, *compared.values(), strict=True)]
+    rows.append(["SGD", "0", sgd.cell("valid_error"), sgd.cell("test_error"), *[""] * len(compared)])
+    return Table(
+        title=f"Test error at the rho that the validation set chooses for each {what}",
+        columns=["" if what == "m" else what, "rho", "validation error", "test error", *compared],
+        rows=rows,
+        note=note,
+    )
+
+
+def figure_of(over: str, x_label: str, series: Sequence[Series], replicas: Iterable[Replicas]) -> LineFigure:
+    """Return the test error over rho."""
+    title, runs = f"Test error over {over}", runs_of(replicas)
+    return LineFigure(title=title, x_label=x_label, y_label="test error, %", series=series, log_x=True, runs=runs)
 
 
 def m_and_rho_jobs(scale: Scale, known: Known) -> dict[tuple[int, float] | str, list[Job]]:
@@ -99,36 +119,19 @@ def m_and_rho(scale: Scale, known: Known) -> Findings:
     rhos, base = RHO_VALUES[scale], m_and_rho_experiment(scale, rho=0.0, m=None)
     replicas = replicas_of(m_and_rho_jobs(scale, known), known)
     baseline = replicas["SGD"]
-    curves = {m: Curve(name=f"m = {m}", replicas={rho: replicas[m, rho] for rho in rhos}) for m in M_VALUES[scale]}
+    curves = {m: Curve(f"m = {m}", {rho: replicas[m, rho] for rho in rhos}) for m in M_VALUES[scale]}
     smallest, largest = curves[min(curves)], curves[max(curves)]
     contrast = contrast_of(smallest, largest)
     family = Family([contrast])
-    rows = [[*curve.row(), ""] for curve in curves.values()]
-    rows[0][-1] = family.comparison(contrast)
-    rows.append([*baseline_row(baseline), ""])
+    compared = {f"{smallest.name} - {largest.name}": [family.comparison(contrast), *[""] * (len(curves) - 1)]}
     series = [curve.series() for curve in curves.values()]
     if sgd_errors := baseline.by_seed("test_error"):  # a horizontal line: it has no rho
         series.append(Series(name="SGD", x=[min(rhos), max(rhos)], y=[mean(sgd_errors.values())] * 2, mode="lines"))
     return findings(
         "m-and-rho",
         scale,
-        tables=[
-            Table(
-                title="Test error at the rho that the validation set chooses for each m",
-                columns=["", "rho", "validation error", "test error", f"{smallest.name} - {largest.name}"],
-                rows=rows,
-            )
-        ],
-        figures=[
-            LineFigure(
-                title="Test error over rho",
-                x_label="rho",
-                y_label="test error, %",
-                series=series,
-                log_x=True,
-                runs=runs_of(replicas.values()),
-            )
-        ],
+        tables=[table_of("m", curves.values(), baseline, compared)],
+        figures=[figure_of("rho", "rho", series, replicas.values())],
         verdicts=[family.judge(CLAIMS["m-and-rho"].statements[0].claim, [contrast])],
         hyperparameters=hyperparameters("m-and-rho", scale, [base], ("m", M_VALUES[scale]), ("rho grid", rhos)),
         notes=[
@@ -153,29 +156,24 @@ def m_and_rho_experiment(scale: Scale, *, rho: float, m: int | None) -> Experime
 M_AND_RHO = item("m-and-rho", m_and_rho_jobs, m_and_rho)
 
 
-NORM_GRIDS: Mapping[Scale, Mapping[str, tuple[float, ...]]] = {
-    "paper": {"p = 2": RHO_GRID, "p = inf": RHO_GRID, "random": (*RHO_GRID, 1.0, 2.0, 5.0)},
-    "laptop": {"p = 2": LAPTOP_RHOS, "p = inf": LAPTOP_RHOS, "random": (0.5, 1.0, 2.0, 5.0)},
-    "smoke": {"p = 2": (0.1,), "p = inf": (0.1,), "random": (0.1, 1.0)},
-}
-"""Euclidean lengths of the perturbation. A random direction rises far less than the gradient: it may go further."""
-
-
 def p_norm(scale: Scale, known: Known) -> Findings:
     """Perturb along the gradient in the 2-norm and the sup norm, and at random, over rho (Appendix C.5)."""
     replicas = replicas_of(p_norm_jobs(scale, known), known)
     baseline = replicas.pop("SGD")
     curves = {
-        kind: Curve(name=kind, replicas={rho: replicas[_norm_name(kind, rho)] for rho in rhos})
+        kind: Curve(kind, {rho: replicas[_norm_name(kind, rho)] for rho in rhos})
         for kind, rhos in NORM_GRIDS[scale].items()
     }
     two, sup, noise = (curves[kind] for kind in ("p = 2", "p = inf", "random"))
     contrasts = [contrast_of(two, noise), contrast_of(sup, noise), contrast_of(two, sup)]
     family = Family(contrasts)
     two_noise, sup_noise, two_sup = map(family.comparison, contrasts)
-    comparisons = {"p = 2": (two_noise, two_sup), "p = inf": (sup_noise, ""), "random": ("", "")}
-    rows = [[*curve.row(), *comparisons[kind]] for kind, curve in curves.items()]
-    rows.append([*baseline_row(baseline), "", ""])
+    compared: Compared = {
+        "compared with random": (two_noise, sup_noise, ""),
+        "compared with p = inf": (two_sup, "", ""),
+    }
+    note = "rho is the Euclidean length; for p = inf each weight moves by rho / sqrt(number of weights)."
+    over, length = "the length of the perturbation", "Euclidean length of the perturbation"
     grids = [
         Hyperparameter(name=f"rho grid, {kind}", value=rhos, source="ours", note="Euclidean length; not given")
         for kind, rhos in NORM_GRIDS[scale].items()
@@ -184,27 +182,8 @@ def p_norm(scale: Scale, known: Known) -> Findings:
     return findings(
         "p-norm",
         scale,
-        tables=[
-            Table(
-                title="Test error at the rho that the validation set chooses for each perturbation",
-                columns=[
-                    *("perturbation", "rho", "validation error", "test error"),
-                    *("compared with random", "compared with p = inf"),
-                ],
-                rows=rows,
-                note="rho is the Euclidean length; for p = inf each weight moves by rho / sqrt(number of weights).",
-            )
-        ],
-        figures=[
-            LineFigure(
-                title="Test error over the length of the perturbation",
-                x_label="Euclidean length of the perturbation",
-                y_label="test error, %",
-                series=[curve.series() for curve in curves.values()],
-                log_x=True,
-                runs=runs_of(replicas.values()),
-            )
-        ],
+        tables=[table_of("perturbation", curves.values(), baseline, compared, note)],
+        figures=[figure_of(over, length, [curve.series() for curve in curves.values()], replicas.values())],
         verdicts=[family.judge(CLAIMS["p-norm"].statements[0].claim, contrasts)],
         hyperparameters=[*(h for h in given if not h.name.startswith("rho grid")), *grids],
         notes=[HELD_OUT],

@@ -230,7 +230,7 @@ def _verdict(claim: str, scores: Mapping[int | None, Score], members: Sequence[M
         if score.kendall_tau < 0:
             said.append(f"{name} orders the models the wrong way round (Kendall's tau {score.kendall_tau:.2f})")
     if status == "reproduced" and (small.score <= small.null_high or small.kendall_tau < 0):
-        status = "not reproduced"  # a better score that is no evidence, or of the wrong sign, is not what is claimed
+        status = "not reproduced"  # a better score that is not evidence, or of the wrong sign, is not what is claimed
     return Verdict(claim=claim, status=status, evidence="; ".join(said) + ".")
 
 

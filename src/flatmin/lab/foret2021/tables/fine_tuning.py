@@ -89,7 +89,7 @@ def _paper_condition(model: str, dataset: str, source: Claims, rho: float | None
         ),
     )
     fixed = rho if rho is not None else settings.DEFAULT_RHO if dataset == "imagenet" else None
-    # On ImageNet the paper's number without SAM is that of the checkpoint itself.
+    # On ImageNet the paper's number without SAM is the checkpoint's own.
     checkpoint = [Method(name="checkpoint", candidates=lambda base: [replace(base, epochs=0)])]
     methods = _methods(settings.RHO_GRID if fixed is None else (fixed,), paper.optim.m)
     return Condition(
