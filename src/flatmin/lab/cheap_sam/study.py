@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from flatmin.lab.cheap_sam.arms import ARMS, BASE, PLAIN, SAM, conditions, cost_in_passes
 from flatmin.lab.studies.condition_tables import setting_of
 from flatmin.lab.studies.conditions import MethodResult, condition_jobs, condition_results
-from flatmin.lab.studies.contrasts import Contrast, Family
+from flatmin.lab.studies.contrasts import Family, OneSided
 from flatmin.lab.studies.contrasts import mean as mean_of
 from flatmin.lab.studies.findings import Cell, Findings, LineFigure, Row, Series, Table, Verdict, own_settings
 from flatmin.lab.studies.replicas import runs_of
@@ -33,17 +33,6 @@ ABOUT = (
     "forward and backward, relative to training without SAM."
 )
 TITLE, SOURCE = "SAM at nearly the cost of SGD", "Our own study, not in the paper"
-
-
-@dataclass(frozen=True, kw_only=True)
-class OneSided(Contrast):
-    """A claim that one number is lower than another, with a one-sided test."""
-
-    @property
-    def p_value(self) -> float:
-        """The one-sided p-value of Student's paired test."""
-        two_sided = super().p_value
-        return two_sided / 2 if mean_of(self.differences or [math.nan]) < 0 else 1 - two_sided / 2
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from flatmin.lab.cheap_sam.study import CHEAP_SAM
 from flatmin.lab.demo.study import DEMO
 from flatmin.lab.errors import CorruptFileError, SpecError
 from flatmin.lab.foret2021.items import ITEMS as PAPER_ITEMS
+from flatmin.lab.rho_rule.study import RHO_RULE
 from flatmin.lab.runs.record import Records, all_records
 from flatmin.lab.spec.fields import did_you_mean
 from flatmin.lab.studies.findings import Findings
@@ -20,8 +21,8 @@ from flatmin.lab.studies.registered_plan import with_plan
 from flatmin.lab.studies.study import SCALES, Item, Scale, describe
 
 STUDY_FILE = "study.json"
-ITEMS = {**PAPER_ITEMS, CHEAP_SAM.name: CHEAP_SAM, DEMO.name: DEMO}
-"""Everything that can be reproduced: the paper's tables and figures, our own study, and the demo."""
+ITEMS = PAPER_ITEMS | {item.name: item for item in (CHEAP_SAM, RHO_RULE, DEMO)}
+"""Everything that can be reproduced: the paper's tables and figures, our own studies, and the demo."""
 
 
 @dataclass(frozen=True)

@@ -63,8 +63,8 @@ class Reproduce:
     """... and why."""
     known: str = ""
     """... and what is known of the results by then."""
-    collected: Path | None = None
-    """Runs that are in RESULTS/runs.jsonl (`flatmin collect`) are not repeated."""
+    collected: tuple[Path, ...] = ()
+    """Runs that are in one of these RESULTS/runs.jsonl (`flatmin collect`) are not repeated."""
 
     def run(self, console: Console) -> None:
         """Run the items, one after the other, and write the page on all of them."""
@@ -132,8 +132,8 @@ class Reproduce:
 
     def _records(self) -> Records:
         known = Records(self.runs)
-        if self.collected is not None:
-            known |= {name: r for name, r in read_records(self.collected).items() if known[name].state == "missing"}
+        for results in self.collected:
+            known |= {name: r for name, r in read_records(results).items() if known[name].state == "missing"}
         return known
 
     def _register(self, items: Sequence[Item], results: Path, console: Console) -> None:

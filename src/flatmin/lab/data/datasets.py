@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from flatmin.lab.data.digits import digits_test_indices, load_digits
 from flatmin.lab.data.images import FileImages, Images, MemoryImages
 from flatmin.lab.data.label_noise import noisy_labels, subset, validation_split
+from flatmin.lab.data.python_text import load_python_text
 from flatmin.lab.data.roots import check_files, find, find_or_download
 from flatmin.lab.errors import DataError
 from flatmin.lab.spec.datasets import FOLDER_PREFIX, DatasetInfo, dataset_info
@@ -90,6 +91,8 @@ def _in_memory(data: Data, data_root: Path | None) -> tuple[MemoryImages, Memory
             images, labels = load_digits()
             is_test = np.isin(np.arange(len(labels)), digits_test_indices(len(labels)))
             return _memory(images[~is_test], labels[~is_test]), _memory(images[is_test], labels[is_test])
+        case "python-text":
+            return _memory(*load_python_text(train=True)), _memory(*load_python_text(train=False))
         case "cifar10" | "cifar100":
             return _cifar(data.name, data_root)
         case "svhn":

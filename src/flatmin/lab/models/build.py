@@ -6,7 +6,9 @@ from typing import Any
 from torch import nn
 
 from flatmin.lab.errors import ModelError
+from flatmin.lab.models.char_transformer import CharTransformer
 from flatmin.lab.models.layers import start_head_uniform
+from flatmin.lab.models.mlp import MLP
 from flatmin.lab.models.plain_cnn import PlainCNN
 from flatmin.lab.models.pyramidnet import PyramidNet
 from flatmin.lab.models.resnet_cifar import ResNetCifar, Shortcut
@@ -80,6 +82,10 @@ def _fresh(model: Model, num_classes: int, in_channels: int) -> nn.Module:
             return PlainCNN(name.width, **shape)
         case "vit":
             return VisionTransformer(name.depth, name.width, name.patch_size, **shape)
+        case "mlp":
+            return MLP(name.depth, name.width, **shape)
+        case "char-transformer":
+            return CharTransformer(name.depth, name.width, **shape)
     rates = {"drop_rate": model.dropout, "drop_path_rate": model.drop_connect}
     return _from_timm(name.timm_name, num_classes, in_channels, {k: rate for k, rate in rates.items() if rate})
 

@@ -93,7 +93,8 @@ class Model:
 
     name: str = "wrn-16-2"
     """wrn-DEPTH-WIDTH, resnet-20/32/44/56/110[-projection|-noshort], shake-shake-26-2xWIDTHd,
-    pyramidnet-DEPTH-ALPHA[-shakedrop], cnn-WIDTH, resnet-50/101/152, efficientnet-b7, efficientnet-l2, or
+    pyramidnet-DEPTH-ALPHA[-shakedrop], cnn-WIDTH, vit-DEPTH-WIDTH-PATCH, mlp-DEPTH-WIDTH, char-transformer-DEPTH-WIDTH
+    (for python-text), resnet-50/101/152, efficientnet-b7, efficientnet-l2, or
     timm/NAME."""
     norm: Literal["batch", "none"] = "batch"
     """none: a Wide ResNet without batch norm, started as in SkipInit (the Hessian figure)."""
@@ -177,6 +178,16 @@ class Experiment:
             ("keep_every", self.keep_every is None or self.keep_every >= 1, "at least 1, or None"),
             ("stop_loss", self.stop_loss is None or self.stop_loss > 0, "positive, or None"),
         )
+        is_text, reads_text = self.data.name == "python-text", self.model.name.startswith("char-transformer-")
+        require(
+            self.model,
+            (
+                "name",
+                is_text == reads_text,
+                f"char-transformer-* with python-text and only there; here {self.data.name}",
+            ),
+        )
+        require(self.data, ("augment", self.data.augment == "none" or not is_text, "none: python-text is not images"))
         size = self.data.batch_size
         require(
             self.optim,

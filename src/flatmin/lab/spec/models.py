@@ -10,6 +10,8 @@ FAMILIES = {
     "pyramidnet": r"pyramidnet-(?P<depth>\d+)-(?P<alpha>\d+)(?:-(?P<variant>shakedrop))?",
     "cnn": r"cnn-(?P<width>\d+)",
     "vit": r"vit-(?P<depth>\d+)-(?P<width>\d+)-(?P<patch_size>\d+)",
+    "mlp": r"mlp-(?P<depth>\d+)-(?P<width>\d+)",
+    "char-transformer": r"char-transformer-(?P<depth>\d+)-(?P<width>\d+)",
     "timm": r"timm/(?P<name>[\w.]+)",
 }
 
@@ -31,6 +33,8 @@ EXAMPLES = {
     "pyramidnet-272-200-shakedrop": "PyramidNet with ShakeDrop (Table 1)",
     "cnn-32": "three plain convolutions, ours, for the demonstration",
     "vit-4-64-2": "a small vision transformer without batch norm: 4 blocks, width 64, patches of 2 x 2 pixels",
+    "mlp-2-256": "a perceptron with 2 hidden layers of 256 units, on 8 x 8 pixels as a table of 64 columns",
+    "char-transformer-2-64": "a small transformer for python-text: 2 blocks, width 64",
     "resnet-50": "ResNet-50, -101, -152 for ImageNet (Table 2), from timm",
     "efficientnet-b7": "EfficientNet-b7 and -l2 (fine-tuning), from timm",
     "timm/NAME": "every other model in timm",
@@ -90,6 +94,10 @@ def _check_numbers(parsed: ParsedName) -> None:
         raise ValueError("pyramidnet-DEPTH-ALPHA with DEPTH = 9 n + 2 (11, 20, 29, ..., 272) and ALPHA at least 1")
     if parsed.family == "cnn" and parsed.width < 1:
         raise ValueError("cnn-WIDTH with WIDTH at least 1")
+    if parsed.family == "mlp" and min(parsed.depth, parsed.width) < 1:
+        raise ValueError("mlp-DEPTH-WIDTH with DEPTH and WIDTH at least 1")
+    if parsed.family == "char-transformer" and not (parsed.depth >= 1 and parsed.width >= 1 and parsed.width % 32 == 0):
+        raise ValueError("char-transformer-DEPTH-WIDTH with DEPTH at least 1 and WIDTH a multiple of 32")
     sizes = (parsed.depth, parsed.width, parsed.patch_size)
     if parsed.family == "vit" and not (min(sizes) >= 1 and parsed.width % 32 == 0):
         raise ValueError("vit-DEPTH-WIDTH-PATCH with DEPTH and PATCH at least 1 and WIDTH a multiple of 32")

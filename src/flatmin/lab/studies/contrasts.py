@@ -82,6 +82,17 @@ class Contrast:
         return f"{said}; difference {mean_and_interval(self.differences)}, n = {n}, {p_text(p_holm)}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class OneSided(Contrast):
+    """A claim that one number is lower than another, with a one-sided test."""
+
+    @property
+    def p_value(self) -> float:
+        """The one-sided p-value of Student's paired test."""
+        two_sided = super().p_value
+        return two_sided / 2 if mean(self.differences) < 0 else 1 - two_sided / 2
+
+
 class Family:
     """All comparisons that an item plans at a scale, corrected together by Holm's method.
 
