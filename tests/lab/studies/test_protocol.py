@@ -23,7 +23,6 @@ from flatmin.lab.sweeps.measurements import Sharpness
 from invented_runs import invented, invented_runs
 
 ROOT = Path(__file__).parents[3]
-RESULTS = ROOT / "results" / "foret2021-laptop"
 GATED = Experiment(data=Data(train_size=50), model=Model(name="cnn-2"), epochs=4)
 CLAIMS = Claims(source="Table 0", title="Invented")
 CONDITION = Condition(
@@ -161,19 +160,23 @@ def test_differences_between_plan_and_runs_are_found():
     assert lines[-1].endswith("runs are missing.")
 
 
-@pytest.mark.parametrize("name", read_plan(RESULTS)[0])
-def test_the_code_is_what_the_registered_plan_says(name):
-    registered = read_plan(RESULTS)[0][name]
+STUDIES = [path.parent for path in sorted((ROOT / "results").glob(f"*/{PLAN_FILE}"))]
+
+
+@pytest.mark.parametrize(("study", "name"), [(study, name) for study in STUDIES for name in read_plan(study)[0]])
+def test_the_code_is_what_the_registered_plan_says(study, name):
     now = json.loads(json.dumps(plan_of(ITEMS[name], "laptop")))
-    assert now == registered, f"flatmin reproduce {name} --plan --write {RESULTS.name} --what ... --why ... --known ..."
+    again = f"flatmin reproduce {name} --plan --write {study.name} --what ... --why ... --known ..."
+    assert now == read_plan(study)[0][name], again
 
 
 def _git(*words):
     return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True).stdout
 
 
-def test_no_committed_plan_changed_without_an_entry():
-    file = f"results/{RESULTS.name}/{PLAN_FILE}"
+@pytest.mark.parametrize("study", STUDIES)
+def test_no_committed_plan_changed_without_an_entry(study):
+    file = f"results/{study.name}/{PLAN_FILE}"
     try:
         commits = _git("log", "--reverse", "--format=%H", "--", file).split()
     except (OSError, subprocess.CalledProcessError):

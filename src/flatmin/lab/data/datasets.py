@@ -50,8 +50,8 @@ class Dataset:
 def load_dataset(data: Data, *, data_root: Path | None = None) -> Dataset:
     """Read, split and (if asked) relabel a dataset.
 
-    The validation examples are set apart first, then the subset is drawn, then its labels are made noisy, so
-    that neither the validation nor the test labels are touched.
+    The validation examples are set apart first, then the subset is drawn, then its labels are made noisy. The test
+    labels are not touched, nor (unless asked for) the validation set's.
 
     Args:
         data: which dataset, and how it is to be divided.
@@ -82,6 +82,9 @@ def load_dataset(data: Data, *, data_root: Path | None = None) -> Dataset:
             )
         kept = kept[subset(len(kept), data.train_size, data.seed)]
     labels, flipped = noisy_labels(train.labels[kept], data.label_noise, info.num_classes, data.seed)
+    if data.noisy_validation:
+        noisy, _ = noisy_labels(train.labels[held_out], data.label_noise, info.num_classes, data.seed)
+        valid = train.take(held_out, noisy)
     return Dataset(train=train.take(kept, labels), valid=valid, test=test, info=info, flipped=flipped)
 
 

@@ -5,6 +5,7 @@ factors of what `flatmin.suggest_rho` says before the first step, and the grid g
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
 from flatmin.lab.studies.conditions import (
@@ -20,8 +21,11 @@ from flatmin.lab.studies.conditions import (
 
 M, PART = 16, 1 / 8
 """The paper's m is an eighth of the batch; so is the part of cheap SAM."""
+SAM_WITH_M = f"SAM, m = {M}"
 MOST_TRAIN_ERROR, MOST_NOISY_TRAIN_ERROR = 2.0, 5.0
 """The gate, in %: of the baseline that counts, at the end of training, on the labels as given."""
+NOISE_WITHOUT_AUGMENTATION = 80
+"""From how many per cent on noisy labels are trained without augmentation."""
 METRICS = ("test_error", "test_loss", "test_ece")
 RULES = (
     "Gate: a comparison is a test of the claim only if the baseline that counts ends with a training error of at most "
@@ -50,6 +54,13 @@ def fashion_mnist(**data: object) -> Experiment:
     return _start(Data(name="fashion-mnist", train_size=1000, image_size=14, **data))  # type: ignore[arg-type]
 
 
+def noisy(percent: int) -> Experiment:
+    """Return the start of Table 4's conditions; 80 % of noise is fit only without augmentation, and in 100 epochs."""
+    if percent < NOISE_WITHOUT_AUGMENTATION:
+        return fashion_mnist(augment="basic", label_noise=percent / 100)
+    return replace(fashion_mnist(label_noise=percent / 100), epochs=100, evaluate_every=100)
+
+
 def _start(data: Data) -> Experiment:
     return Experiment(data=data, model=Model(name="wrn-10-2"), optim=Optim(), epochs=200, evaluate_every=200)
 
@@ -65,7 +76,7 @@ def baselines(m: int | None = None) -> tuple[Method, Method]:
 
 def sam(against: Sequence[Method], m: int | None = None, part: float = 1.0) -> Method:
     """Return SAM with one eps for the batch, one for every m examples, or on a part of the batch."""
-    name = f"SAM, m = {m}" if m else "SAM on 1/8" if part < 1 else "SAM"
+    name = SAM_WITH_M if m else "SAM on 1/8" if part < 1 else "SAM"
     rivals = tuple(method.name for method in against)
     return Method(
         name=name, candidates=with_factors(m, part), after="SGD", against=(rivals,), extends=True, ours=part < 1

@@ -37,7 +37,8 @@ NEAR, MOST_OF_THEM = (0.5, 2.0), 0.8
 TUNED = f"SAM, m = {protocol.M}"
 SUGGESTED, DEFAULT = f"{TUNED}, suggested rho", f"{TUNED}, rho 0.05"
 AUGMENTS = ("basic", "none")
-"""The augmentations of Table 1 that are in the study."""
+NOISE = (40, 80)
+"""The augmentations of Table 1 and the noise levels of Table 4, in %, that are in the study."""
 TITLE, SOURCE = "The suggested radius and the tuned one", "Our own study, not in the paper"
 ABOUT = (
     "The conditions of Tables 1 and 5 (Cutout apart) and of Table 4 by the same protocol, and two that are not images "
@@ -106,7 +107,7 @@ def conditions(scale: Scale) -> list[Condition]:
     else:
         tables = [*table1_conditions(scale), *svhn_fashion_conditions(scale)]
         found = [condition for condition in tables if condition.start.data.augment in AUGMENTS]
-        found += [_noisy(rate) for rate in (0.4, 0.8)]
+        found += [_own_condition(protocol.noisy(percent), f"{percent}% noise", "fashion-mnist") for percent in NOISE]
         found += [_text(), _table()]
     return [_with_the_rule(condition) for condition in found]
 
@@ -118,13 +119,6 @@ def _with_the_rule(condition: Condition) -> Condition:
     suggested = Method(name=SUGGESTED, candidates=with_rho(["auto"], protocol.M), after="SGD")
     default = Method(name=DEFAULT, candidates=with_rho([0.05], protocol.M), after="SGD")
     return replace(condition, methods=(*methods, tuned, suggested, default))
-
-
-def _noisy(rate: float) -> Condition:
-    """Return Table 4's condition; at 80 % the labels are fit only without augmentation, and then in 100 epochs."""
-    start = protocol.fashion_mnist(augment="basic" if rate < 0.5 else "none", label_noise=rate)
-    start = start if rate < 0.5 else replace(start, epochs=100, evaluate_every=100)
-    return _own_condition(start, f"{rate:.0%} noise", "fashion-mnist")
 
 
 def _text() -> Condition:

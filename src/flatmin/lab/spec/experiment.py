@@ -54,6 +54,8 @@ class Data:
     """Fraction of the training set held out as a clean validation set (0.1 in the paper)."""
     label_noise: float = 0.0
     """Fraction of the training labels replaced by another class; test and validation stay clean."""
+    noisy_validation: bool = False
+    """Make the labels of the validation set as noisy as the training set's: what is there without clean labels."""
     bootstrap: bool = False
     """Train twice: as without it, then from scratch on the labels that the first model predicts (Section 3.3)."""
     extra: bool = False
@@ -82,6 +84,11 @@ class Data:
             ("train_size", self.train_size is None or self.train_size >= 1, "at least 1, or None for all"),
             ("validation", 0 <= self.validation < 1, "in [0, 1); the paper holds out 0.1"),
             ("label_noise", 0 <= self.label_noise <= 1, "in [0, 1]; the paper has 0.2, 0.4, 0.6 and 0.8"),
+            (
+                "noisy_validation",
+                not self.noisy_validation or (self.validation > 0 and self.label_noise > 0),
+                "false where there is no validation set or no label_noise",
+            ),
             ("extra", not self.extra or self.name == "svhn", "false: only svhn has additional images"),
             ("seed", 0 <= self.seed < 2**64, "at least 0 and below 2**64"),
         )

@@ -52,7 +52,7 @@ def condition_tables(
     verdicts: list[Verdict] = []
     compared = {metric: _contrasts(entries, metric) for metric in metrics}
     planned = {
-        ours: [c for m, contrasts in compared.items() for e, _, c in contrasts if _is_ours(e, m) == ours]
+        ours: [c for m, contrasts in compared.items() for e, group, c in contrasts if _is_ours(e, group, m) == ours]
         for ours in (False, True)
     }
     families = {
@@ -66,12 +66,13 @@ def condition_tables(
             columns, rows = _methods_in_columns(entries, cells, label_columns)
         else:
             columns, rows = _methods_in_rows(entries, cells, (literature or {}) if metric in metrics else {})
-        what = METRIC_NAMES[metric].replace("error", "accuracy") if accuracy else METRIC_NAMES[metric]
+        as_accuracy = accuracy and metric not in OUR_METRICS
+        what = METRIC_NAMES[metric].replace("error", "accuracy") if as_accuracy else METRIC_NAMES[metric]
         note = _note(entries, scale) if metric in metrics else TRAINING_NOTE
         tables.append(Table(title=f"{where}: {what}", columns=columns, rows=rows, note=note))
         contrasts = compared.get(metric, [])
         for ours, family in families.items():
-            there = [(e, c) for e, _, c in contrasts if not c.waits and _is_ours(e, metric) == ours]
+            there = [(e, c) for e, group, c in contrasts if not c.waits and _is_ours(e, group, metric) == ours]
             if there:
                 tables.append(
                     Table(
@@ -84,8 +85,8 @@ def condition_tables(
                 )
         for entry, group, c in contrasts:
             if not c.waits:
-                verdicts.append(_verdict(entry, group, c, families[_is_ours(entry, metric)], metric))
-        waiting = [(e, group) for e, group, c in contrasts if c.waits and not _is_ours(e, metric)]
+                verdicts.append(_verdict(entry, group, c, families[_is_ours(entry, group, metric)], metric))
+        waiting = [(e, group) for e, group, c in contrasts if c.waits and not _is_ours(e, group, metric)]
         verdicts += _open_questions(entries, waiting, metric)
     verdicts += [families[False].judge(claim, contrasts) for claim, contrasts in further]
     trained = [e.chosen for e in entries if e.chosen is not None] or [e.condition.start for e in entries]
@@ -105,8 +106,8 @@ def _note(entries: Sequence[MethodResult], scale: Scale) -> str:
     return f"{NOTE} {NOT_THE_SAME}" if claimed and scale != "paper" else NOTE
 
 
-def _is_ours(entry: MethodResult, metric: str) -> bool:
-    return entry.method.ours or metric in OUR_METRICS
+def _is_ours(entry: MethodResult, rivals: Sequence[MethodResult], metric: str) -> bool:
+    return metric in OUR_METRICS or any(e.method.ours for e in (entry, *rivals))
 
 
 def _cell(entry: MethodResult, metric: str, accuracy: bool) -> Cell:
@@ -176,7 +177,7 @@ def _contrasts(entries: Sequence[MethodResult], metric: str) -> list[tuple[Metho
 
 def _planned(entry: MethodResult, group: Sequence[MethodResult], metric: str) -> str:
     rivals = " or ".join(e.method.name for e in group)
-    ours = " (ours)" if _is_ours(entry, metric) else ""
+    ours = " (ours)" if _is_ours(entry, group, metric) else ""
     return f"{entry.condition.name}: {METRIC_NAMES[metric]}: {entry.method.name} vs. {rivals}{ours}"
 
 
@@ -212,7 +213,7 @@ def _verdict(
     gate = "; ".join(note for note in (rival.unfit_note, rival.gate_note, entry.gate_note) if note is not None)
     claim = _claim(entry, contrast.higher_name, metric)
     return Verdict(
-        claim=f"{claim} (ours)" if _is_ours(entry, metric) else claim,
+        claim=f"{claim} (ours)" if _is_ours(entry, group, metric) else claim,
         status="not tested at this scale" if gate else family.status(contrast),
         evidence=f"{GATE} {gate}. {evidence}" if gate else evidence,
         comparisons=[comparison],

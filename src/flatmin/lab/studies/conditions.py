@@ -15,7 +15,7 @@ from typing import Any
 from flatmin.lab.runs.record import RunRecord
 from flatmin.lab.spec.experiment import Experiment
 from flatmin.lab.studies.printed import Claimed
-from flatmin.lab.studies.replicas import Replicas, metric, replicas_of
+from flatmin.lab.studies.replicas import Read, Replicas, metric, replicas_of
 from flatmin.lab.studies.study import Known
 from flatmin.lab.sweeps.jobs import Job
 
@@ -31,6 +31,8 @@ TUNED = ("rho", "lr", "weight_decay")
 """What must lie inside of its grid."""
 FACTORS = (0.125, 0.25, 0.5, 1.0, 2.0)
 """The grid of rho, in units of what `flatmin.suggest_rho` says for the run."""
+CURVES = ("valid_error", "test_error", "test_loss", "test_ece", "train_error")
+"""What is kept of every evaluated epoch where the best one counts."""
 TUNING_SEED = 1000
 """Of the runs that choose: none of the replicas' seeds."""
 Candidates = Callable[[Experiment], Sequence[Experiment]]
@@ -51,6 +53,8 @@ class Method:
     """Whether its grid grows, by a factor of 2, where the best candidate is at its edge (`beyond`)."""
     ours: bool = False
     """Whether it is not in the publication: its comparisons are corrected apart."""
+    stops_early: bool = False
+    """Whether the epoch with the lowest validation error counts, instead of the last one."""
 
 
 def double_epochs(method: Method) -> Method:
@@ -143,7 +147,8 @@ class MethodResult:
 
     def values(self, name: str) -> dict[int, float]:
         """Return a metric by seed, in % unless it is a loss."""
-        return self.replicas.by_seed(metric(name, 1.0 if name.endswith("loss") else 100.0))
+        factor = 1.0 if name.endswith("loss") else 100.0
+        return self.replicas.by_seed(at_best_epoch(name, factor) if self.method.stops_early else metric(name, factor))
 
     @property
     def gate_note(self) -> str | None:
@@ -159,7 +164,7 @@ class MethodResult:
         """Says that a baseline does not fit its training set; None if it does, or if there is no gate."""
         most, errors = self.condition.most_train_error, self.values("train_error")
         mixes = self.chosen is not None and self.chosen.data.mixup > 0  # its training error is one on mixed images
-        if most is None or mixes or not errors or mean(errors.values()) <= most:
+        if most is None or mixes or self.method.stops_early or not errors or mean(errors.values()) <= most:
             return None
         error = mean(errors.values())
         return f"{self.method.name} ends with a training error of {error:.1f} %, above {most:g} %"
@@ -227,13 +232,36 @@ def condition_jobs(
         if result.tried:
             jobs[name, method, "choosing"] = [tuning_job(experiment, epochs) for experiment, _ in result.tried]
         if result.chosen is not None:
-            jobs[name, method] = [Job(experiment=result.chosen, seed=seed) for seed in seeds]
+            curves = CURVES if result.method.stops_early else ()
+            jobs[name, method] = [Job(experiment=result.chosen, seed=seed, curves=curves) for seed in seeds]
     return jobs
 
 
 def better(entries: Sequence[MethodResult], name: str) -> MethodResult:
     """Return the one with the lower mean of a metric."""
     return min(entries, key=lambda entry: mean(entry.values(name).values()))
+
+
+def at_best_epoch(name: str, factor: float) -> Read:
+    """Return how to read a metric of the epoch with the lowest validation error, the first of several."""
+
+    def read(record: RunRecord) -> float | None:
+        lines = [line for line in record.history if line.get("valid_error") is not None]
+        value = min(lines, key=lambda line: line["valid_error"] or 0.0).get(name) if lines else None
+        return None if value is None else factor * value
+
+    return read
+
+
+def stopped_early(base: Method, every: int, *, noisy: bool = False) -> Method:
+    """Return a baseline of ours that stops where the error on a clean, or noisy, validation set is lowest."""
+
+    def candidates(start: Experiment) -> list[Experiment]:
+        data = replace(start.data, validation=VALIDATION, noisy_validation=noisy)
+        return [replace(start, data=data, evaluate_every=every)]
+
+    name = f"{base.name}, stopped early ({'noisy' if noisy else 'clean'} validation)"
+    return Method(name=name, candidates=candidates, after=base.name, ours=True, stops_early=True)
 
 
 def with_rho(rhos: Sequence[float | str], m: int | None = None, part: float = 1.0) -> Candidates:
