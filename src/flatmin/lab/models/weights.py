@@ -21,17 +21,9 @@ NEW_HEAD_STD = 0.01
 def load_weights(
     network: nn.Module, path: str, *, head: str, head_choice: Literal["auto", "new", "keep"] = "auto"
 ) -> None:
-    """Load a checkpoint file into a model, in place.
+    """Load a checkpoint file into a model, in place; its last layer is called ``head``.
 
-    Args:
-        network: gets the weights; its last layer, if it is new, gets small random weights from torch's generator.
-        path: a .safetensors file, or one of torch's.
-        head: the name of the last layer.
-        head_choice: ``new`` starts the last layer afresh, ``keep`` takes the file's, ``auto`` takes the
-            file's where its shape is the same.
-
-    Raises:
-        ModelError: the file is missing, corrupt, or belongs to another model.
+    A new last layer gets small random weights from torch's generator; ``auto`` makes one if its shape differs.
     """
     weights = _rename_like(network, read_weights(path))
     own = network.state_dict()
@@ -58,11 +50,7 @@ def load_weights(
 
 
 def read_weights(path: str) -> dict[str, Tensor]:
-    """Return the named tensors of a file.
-
-    Raises:
-        ModelError: the file is missing or corrupt, or holds anything but tensors.
-    """
+    """Return the named tensors of a file; a ModelError says why it cannot be used."""
     if not Path(path).is_file():
         raise ModelError(
             f"model.checkpoint: there is no file {path}. Give the path of a file of weights (.safetensors or "
@@ -93,9 +81,8 @@ def read_weights(path: str) -> dict[str, Tensor]:
 
 def _fits(tensor: Tensor, own: Tensor) -> bool:
     """Return whether a tensor has the shape of one of the model's, and real numbers where that one has them."""
-    return (
-        tensor.shape == own.shape and tensor.is_floating_point() == own.is_floating_point() and not tensor.is_complex()
-    )
+    is_real = tensor.is_floating_point() == own.is_floating_point() and not tensor.is_complex()
+    return tensor.shape == own.shape and is_real
 
 
 def _is_plain(value: object) -> bool:

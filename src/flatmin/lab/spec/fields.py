@@ -11,11 +11,7 @@ from flatmin.lab.errors import SpecError
 
 
 def build(kind: Any, tree: object, path: str) -> Any:
-    """Return a dataclass built from JSON's objects, inner dataclasses included.
-
-    Raises:
-        SpecError: a field is unknown or has a value that is not allowed.
-    """
+    """Return a dataclass built from JSON's objects, inner dataclasses included; a SpecError names a bad field."""
     if not isinstance(tree, dict):
         raise SpecError(f"{path or 'The spec'} must be a JSON object, got {tree!r}.")
     hints: dict[str, Any] = get_type_hints(kind)
