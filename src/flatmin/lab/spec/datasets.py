@@ -43,10 +43,14 @@ class DatasetInfo:
     """Whether torchvision can fetch it."""
 
 
-_FACTS: dict[str, dict[str, Any]] = json.loads(files("flatmin.lab.spec").joinpath("datasets.json").read_text())
-DATASETS = {
-    name: DatasetInfo(**{key: tuple(value) if isinstance(value, list) else value for key, value in facts.items()})
-    for name, facts in _FACTS.items()
+def _read_info(facts: dict[str, Any]) -> DatasetInfo:
+    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in facts.items()}
+    return DatasetInfo(**values)
+
+
+DATASETS: dict[str, DatasetInfo] = {
+    name: _read_info(facts)
+    for name, facts in json.loads(files("flatmin.lab.spec").joinpath("datasets.json").read_text()).items()
 }
 """Every dataset by name; Birdsnap, and anything else, is ``folder:PATH``."""
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class ParsedName(NamedTuple):
@@ -86,9 +86,11 @@ def check_model_name(name: str) -> ParsedName:
         return ParsedName("timm", timm_name=SHORT_NAMES_IN_TIMM[name])
     for family, (pattern, is_valid, allowed) in FAMILIES.items():
         if match := re.fullmatch(pattern, name):
-            parts = {part: text for part, text in match.groupdict().items() if text is not None}
-            texts = {part: parts.pop(part) for part in ("variant", "timm_name") if part in parts}
-            parsed = ParsedName(family, **{part: int(number) for part, number in parts.items()}, **texts)
+            given = {part: text for part, text in match.groupdict().items() if text is not None}
+            parts: dict[str, Any] = {
+                p: text if p in ("variant", "timm_name") else int(text) for p, text in given.items()
+            }
+            parsed = ParsedName(family, **parts)
             if not is_valid(parsed):
                 raise ValueError(allowed)
             return parsed

@@ -322,7 +322,7 @@ def measure_run(
     trained: TrainedModel | None = None
     for epoch in dict.fromkeys(m.epoch for m in missing):
         trained = load_trained(run, data_root=data_root, epoch=epoch) if trained is None else trained.at_epoch(epoch)
-        at = {"epoch": trained.origin.epoch, "step": trained.origin.step}
+        at = {"epoch": trained.epoch, "step": trained.step}
         for m in (m for m in missing if m.epoch == epoch):
             name = m.name if is_finished(run) or epoch is not None else f"{m.name}-step{at['step']}"
             target = run / "measures" / name

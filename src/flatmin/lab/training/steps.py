@@ -2,8 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,16 +19,14 @@ from flatmin.lab.training.distributed import Workers
 from flatmin.lab.training.precision import autocast, resolve_precision
 
 
-@dataclass(frozen=True)
-class PassMetrics:
+class PassMetrics(NamedTuple):
     """What one pass found on this worker's examples: means over the examples, on the device."""
 
     loss: Tensor
     error: Tensor
 
 
-@dataclass(frozen=True)
-class StepMetrics:
+class StepMetrics(NamedTuple):
     """What a step found at w and at w + eps (the same where there is no SAM)."""
 
     at_w: PassMetrics
@@ -58,14 +55,7 @@ def base_optimizer(optim: Optim, network: nn.Module) -> torch.optim.Optimizer:
 
 
 class Stepper:
-    """Takes the steps of a run.
-
-    Args:
-        experiment: what kind of steps.
-        network: on its device.
-        seed: of the run; noise of random layers and random directions come from it, the step and the worker.
-        workers: gradients are averaged over them.
-    """
+    """Takes the steps of a run; noise and random directions come from its seed, the step and the worker."""
 
     def __init__(self, experiment: Experiment, network: nn.Module, seed: int, workers: Workers) -> None:
         self.optim, self.network, self.seed, self.workers = experiment.optim, network, seed, workers
@@ -324,6 +314,5 @@ def _mean(parts: list[PassMetrics], sizes: list[float]) -> PassMetrics:
     if len(parts) == 1:
         return parts[0]
     weights = torch.tensor(sizes, device=parts[0].loss.device) / sum(sizes)
-    return PassMetrics(
-        (torch.stack([p.loss for p in parts]) * weights).sum(), (torch.stack([p.error for p in parts]) * weights).sum()
-    )
+    loss, error = ((torch.stack(values) * weights).sum() for values in zip(*parts, strict=True))
+    return PassMetrics(loss, error)
