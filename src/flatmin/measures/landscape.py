@@ -220,9 +220,7 @@ def _check_center(loss: float, known: tuple[float, float] | None, cache: object)
         )
 
 
-def _named(
-    models: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
-) -> tuple[dict[str, nn.Module], bool]:
+def _named(models: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]) -> tuple[dict[str, nn.Module], bool]:
     if isinstance(models, nn.Module):
         return {"model": models}, False
     named = dict(models) if isinstance(models, Mapping) else {f"model {i}": m for i, m in enumerate(models, 1)}

@@ -15,15 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from flatmin.measures.batches import (
-    Batch,
-    check_batch,
-    check_data,
-    measuring,
-    pieces,
-    rows,
-    tree_map,
-)
+from flatmin.measures.batches import Batch, check_batch, check_data, measuring, pieces, rows, tree_map
 from flatmin.measures.checks import check_model, check_same_on_every_pass
 from flatmin.measures.double_backward import TwiceDifferentiable
 from flatmin.measures.parameters import Params, flatten, parameter_names, unwrapped, working_dtype

@@ -101,12 +101,7 @@ def score(result: "Score") -> "Figure":
     names = ["{" + ", ".join(map(str, chosen)) + "}" for chosen in sets]
     axes.bar(names, [result.per_set[chosen] for chosen in sets], color=BLUE, alpha=0.8)
     axes.axhspan(
-        result.null_low,
-        result.null_high,
-        color=GREY,
-        alpha=0.3,
-        lw=0,
-        label="score of a shuffled measure, 95 %",
+        result.null_low, result.null_high, color=GREY, alpha=0.3, lw=0, label="score of a shuffled measure, 95 %"
     )
     axes.axhline(result.score, color=ORANGE, label=f"score {result.score:.3g}")
     axes.tick_params(axis="x", labelrotation=60)

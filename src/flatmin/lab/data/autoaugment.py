@@ -82,9 +82,7 @@ def auto_augment(images: Tensor, groups: list[Group], members: Tensor) -> Tensor
 
 
 @cache
-def policy_pairs(
-    policy: PolicyName,
-) -> list[tuple[tuple[str, float, int | None], tuple[str, float, int | None]]]:
+def policy_pairs(policy: PolicyName) -> list[tuple[tuple[str, float, int | None], tuple[str, float, int | None]]]:
     """Return the 25 pairs of (operation, probability, level or None) of a policy."""
     transforms = torchvision.transforms
     return list(transforms.AutoAugment(transforms.AutoAugmentPolicy(policy)).policies)

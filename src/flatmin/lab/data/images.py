@@ -78,22 +78,20 @@ class FileImages:
                 f"{path} cannot be read as an image: {error}. It is corrupt or incomplete: fetch it again, "
                 "or remove it from the dataset. Nothing was trained on it."
             ) from error
+        box: Box | None
         if random_crop:
             numbers = [float(draw.uniform(Purpose.RESIZED_CROP, k)[0]) for k in range(4 * CROP_TRIES)]
-            box: Box | None = random_crop_box(image.width, image.height, numbers)
+            box = random_crop_box(image.width, image.height, numbers)
+        elif self.crop_padding is None:
+            box = middle_box(image.width, image.height)
         else:
-            box = self._evaluated_box(image.width, image.height)
+            box = padded_middle_box(image.width, image.height, self.size, self.crop_padding)
         if self.crop_padding is not None:  # the reference code crops first: no pixel outside of the box takes part
             image, box = image.crop(box), None
         image = image.resize((self.size, self.size), FILTERS[self.resize], box=box)
         if random_crop and draw.integers(2, Purpose.FLIP)[0]:
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         return np.asarray(image).transpose(2, 0, 1)
-
-    def _evaluated_box(self, width: int, height: int) -> Box:
-        if self.crop_padding is None:
-            return middle_box(width, height)
-        return padded_middle_box(width, height, self.size, self.crop_padding)
 
 
 Images = MemoryImages | FileImages

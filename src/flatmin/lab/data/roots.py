@@ -32,16 +32,12 @@ def find(name: str, data_root: Path | None = None) -> Path | None:
 
     An empty directory of the right name does not count: a failed download leaves one.
     """
-    if name == "fashion-mnist":
-        return next((f for f in fashion_mnist_folders(data_root) if any(f.glob("train-images-idx3-ubyte*"))), None)
+    if name == "fashion-mnist":  # as torchvision puts its files, as its authors do, or as Debian does
+        places = [root / place for root in search_path(data_root) for place in ("FashionMNIST/raw", "fashion-mnist")]
+        folders = (*places, DEBIAN_FASHION_MNIST)
+        return next((folder for folder in folders if any(folder.glob("train-images-idx3-ubyte*"))), None)
     marker = DATASETS[name].marker
     return next((root for root in search_path(data_root) if _holds_something(root / marker)), None)
-
-
-def fashion_mnist_folders(data_root: Path | None = None) -> list[Path]:
-    """Return where Fashion-MNIST's files may be: as torchvision puts them, as its authors do, or as Debian does."""
-    places = ("FashionMNIST/raw", "fashion-mnist")
-    return [*(root / place for root in search_path(data_root) for place in places), DEBIAN_FASHION_MNIST]
 
 
 def find_or_download(name: str, data_root: Path | None, download: Callable[[Path], None] | None) -> Path:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from flatmin.lab.errors import ModelError
 
-PREFIXES = ("module.", "_orig_mod.")  # what DistributedDataParallel and torch.compile put in front of names
 WRAPPERS = ("state_dict", "model", "network")  # under which training scripts keep the weights
 
 
@@ -76,7 +75,8 @@ def read_weights(path: str) -> dict[str, Tensor]:
         raise ModelError(
             f"model.checkpoint: {path} does not map names to tensors (dense, not quantized, not on `meta`)."
         )
-    return {_without_prefixes(name): tensor for name, tensor in content.items()}
+    # What DistributedDataParallel and torch.compile put in front of names.
+    return {name.removeprefix("module.").removeprefix("_orig_mod."): tensor for name, tensor in content.items()}
 
 
 def _fits(tensor: Tensor, own: Tensor) -> bool:
@@ -87,12 +87,6 @@ def _fits(tensor: Tensor, own: Tensor) -> bool:
 
 def _is_plain(value: object) -> bool:
     return isinstance(value, Tensor) and value.layout == torch.strided and not (value.is_quantized or value.is_meta)
-
-
-def _without_prefixes(name: str) -> str:
-    for prefix in PREFIXES:
-        name = name.removeprefix(prefix)
-    return name
 
 
 def _rename_like(network: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -123,7 +123,11 @@ def check_inputs(run: Path, dataset: Dataset | None, weights_file: str | None = 
     Files whose sizes and times are as recorded are not read.
     """
     recorded, found = recorded_inputs(run), {}
-    for name, files in ((IMAGES, _image_files(dataset)), (WEIGHTS, _weights_files(weights_file))):
+    parts = [] if dataset is None else [dataset.train, dataset.valid, dataset.test]
+    sets = [part for part in parts if isinstance(part, FileImages)]
+    images = [(path, int(label)) for part in sets for path, label in zip(part.paths, part.labels, strict=True)]
+    weights = [(Path(weights_file), 0)] if weights_file is not None and Path(weights_file).is_file() else []
+    for name, files in ((IMAGES, images), (WEIGHTS, weights)):
         if not files:
             continue
         before = recorded.get(name, {})
@@ -135,16 +139,6 @@ def check_inputs(run: Path, dataset: Dataset | None, weights_file: str | None = 
                 "away or choose another one with --runs."
             )
     return found
-
-
-def _image_files(dataset: Dataset | None) -> list[tuple[Path, int]]:
-    parts = [] if dataset is None else [dataset.train, dataset.valid, dataset.test]
-    images = [part for part in parts if isinstance(part, FileImages)]
-    return [(path, int(label)) for part in images for path, label in zip(part.paths, part.labels, strict=True)]
-
-
-def _weights_files(file: str | None) -> list[tuple[Path, int]]:
-    return [] if file is None or not Path(file).is_file() else [(Path(file), 0)]
 
 
 def _fingerprint(files: Sequence[tuple[Path, int]], before: Fingerprint) -> Fingerprint:

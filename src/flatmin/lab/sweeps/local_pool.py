@@ -148,20 +148,16 @@ class LocalPool:
             self._kill_process(slot)
             if self.stopped_at and exit_code in (0, -signal.SIGTERM):  # it had not begun, or was done just then
                 return JobStatus(kind="stopped")
-            if not was_ready:
-                self._count_failed_start(exit_code)
+            self.num_failed_starts += not was_ready
+            if self.num_failed_starts >= MAX_FAILED_STARTS:
+                raise RunError(
+                    f"The processes of the sweep end before they begin (exit code {exit_code}). A script that starts a "
+                    'sweep must do so below `if __name__ == "__main__":`, because each process imports it again.'
+                ) from None
             return JobStatus(kind="died", message=describe_death(exit_code))
         if message is None:
             slot.ready, self.num_failed_starts = True, 0
         return message
-
-    def _count_failed_start(self, exit_code: int | None) -> None:
-        self.num_failed_starts += 1
-        if self.num_failed_starts >= MAX_FAILED_STARTS:
-            raise RunError(
-                f"The processes of the sweep end before they begin (exit code {exit_code}). A script that starts a "
-                'sweep must do so below `if __name__ == "__main__":`, because each process imports it again.'
-            )
 
     def _start_process(self, slot: _Slot) -> None:
         context = multiprocessing.get_context("spawn")  # threads do not survive a fork
@@ -212,16 +208,13 @@ def _serve(connection: Connection, run: Callable[[Job], JobStatus], threads: int
     try:
         connection.send(None)
         while (job := connection.recv()) is not None:
-            connection.send(_ending(run, job))
+            try:
+                status = run(job)
+            except KeyboardInterrupt:
+                status = JobStatus(kind="stopped")
+            connection.send(status)
     except (KeyboardInterrupt, EOFError, OSError):
         return  # nobody listens any more, or nothing is running
-
-
-def _ending(run: Callable[[Job], JobStatus], job: Job) -> JobStatus:
-    try:
-        return run(job)
-    except KeyboardInterrupt:
-        return JobStatus(kind="stopped")
 
 
 def _stop(*_: Any) -> None:

@@ -70,6 +70,9 @@ class Stepper:
         self.optimizer = base_optimizer(self.optim, network)
         self.generator = torch.Generator(workers.device)
         self.rho = self.optim.rho_number  # a factor until the radius is measured or read from a checkpoint
+        weight = self.optim.weight
+        if weight is None and self.optim.every > 1:  # SAM's strength, although only every k-th step has a correction
+            weight = self.optim.every / self.optim.part
         if self.optim.uses_sam and not self.optim.second_order:
             self.optimizer = SAM(
                 self.optimizer,
@@ -78,7 +81,7 @@ class Stepper:
                 adaptive=False if self.optim.adaptive is None else self.optim.adaptive,
                 ascent_steps=self.optim.ascent_steps,
                 direction=self.optim.direction,
-                weight=self._correction_weight(),
+                weight=weight,
                 generator=self.generator if self.optim.direction == "random" else None,
                 model=self.forward,
                 sync_perturbation=self.optim.sync_perturbation,
@@ -95,11 +98,6 @@ class Stepper:
         part = _cut(batch, self.optim.part)[0] if self.optim.part < 1 else batch
         part = _cut(part, self.optim.ascent_part)[0] if self.optim.ascent_part < 1 else part
         return max(len(piece.examples) for piece in self._micro_batches(part))
-
-    def _correction_weight(self) -> float | None:
-        """Return the weight that keeps SAM's strength where only every k-th step has a correction."""
-        optim = self.optim
-        return optim.every / optim.part if optim.weight is None and optim.every > 1 else optim.weight
 
     def step(self, batch: Batch, number: int, lr: float) -> StepMetrics:
         """Take step ``number`` of the run on this worker's part of a batch."""

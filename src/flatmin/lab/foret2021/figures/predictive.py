@@ -132,9 +132,7 @@ def predictive(scale: Scale, known: Known) -> Findings:
         figures=_figures(scores, members, size) if scores else [],
         verdicts=[_verdict(claim, scores, members, num_missing)],
         hyperparameters=own_settings(
-            [job.experiment for job in jobs],
-            ("loss to stop at", zoo.stop_loss),
-            ("rho of the measure", DEFAULT_RHO),
+            [job.experiment for job in jobs], ("loss to stop at", zoo.stop_loss), ("rho of the measure", DEFAULT_RHO)
         ),
         notes=[
             f"{len(members)} models of {len(jobs)} are counted; {num_short} did not come to the loss of "
