@@ -205,6 +205,6 @@ def _colors(values: np.ndarray) -> tuple[np.ndarray, Any]:
     low, high = float(values.min()), float(values.max())
     high = high if high > low else low + 1.0
     if low > 0 and high > 10 * low:
-        # The ends are stretched by rounding, so that no point falls outside.
+        # The ends are stretched: rounding must not put a point outside.
         return np.geomspace(low * (1 - 1e-9), high * (1 + 1e-9), 25), LogNorm(low, high)
     return np.linspace(low, high, 25), Normalize(low, high)

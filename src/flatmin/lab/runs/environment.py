@@ -105,7 +105,8 @@ def _commit() -> str | None:
 
 
 def _git(*words: str) -> str:
-    command = ["git", "-C", str(Path(flatmin.__file__).parent), *words]
+    # Without optional locks: a run that is killed now must not leave one in the repository.
+    command = ["git", "--no-optional-locks", "-C", str(Path(flatmin.__file__).parent), *words]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
 

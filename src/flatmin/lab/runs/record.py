@@ -121,7 +121,7 @@ class PlannedRecords(Records):
 def read_record(name: str, runs: Path) -> RunRecord:
     """Return what the directory of a run says; nothing is raised over the content of a file."""
     path = runs / name
-    # A name is that of a directory in `runs`: anything else would read files elsewhere.
+    # A name is a directory in `runs`: anything else would read files elsewhere.
     if Path(name).name != name or name in ("", "..") or not path.is_dir():
         return RunRecord(name=name, state="missing")
     facts: dict[str, Any] = {"name": name, "seed": run_seed(path)}

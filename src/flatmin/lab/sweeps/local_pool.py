@@ -57,15 +57,15 @@ def _visible_gpus() -> list[str]:
     return [str(i) for i in range(torch.cuda.device_count())]
 
 
+@dataclass
 class _Slot:
     """A place for one process and the job it works on."""
 
-    def __init__(self, gpu: str | None) -> None:
-        self.gpu = gpu
-        self.process: SpawnProcess | None = None
-        self.connection: Connection | None = None
-        self.job: Job | None = None
-        self.ready = False
+    gpu: str | None
+    process: SpawnProcess | None = None
+    connection: Connection | None = None
+    job: Job | None = None
+    ready: bool = False
 
 
 class LocalPool:

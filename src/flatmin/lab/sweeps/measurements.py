@@ -215,7 +215,7 @@ class Noise(Measurement):
     ranges: ClassVar[dict[str, Range]] = {"rho": RADIUS, "num_draws": COUNT}
 
     rho: float = 0.05
-    """At two scales: this for each weight, as the theorem states it, and that of its proof, whose norm is about rho."""
+    """At two scales: this for each weight, as the theorem states it, and its proof's, whose norm is about rho."""
     num_draws: int = 20
     """Draws of the noise."""
 

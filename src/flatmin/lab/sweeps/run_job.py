@@ -52,19 +52,15 @@ class Pool(Protocol):
 
     def num_free(self) -> int:
         """Return how many jobs could begin now."""
-        ...
 
     def start(self, job: Job) -> None:
         """Let a job begin."""
-        ...
 
     def poll(self, seconds: float) -> list[tuple[str, JobStatus]]:
         """Return the names and endings of jobs that ended; wait at most so long for one."""
-        ...
 
     def stop(self) -> None:
         """Ask all that are running to save and stop; `poll` tells when they have."""
-        ...
 
 
 def run_job(

@@ -146,7 +146,7 @@ def join_workers() -> Iterator[Workers]:
 def _unused_part(store: Store, rank: int, count: int) -> Store:
     """Return a part of the store that no earlier workers used; rank 0 chooses it and tells each of the others.
 
-    torchrun's store outlives its workers, so after a restart it still has the addresses of those that died. The number
+    torchrun's store outlives its workers, so after a restart it still has the addresses of dead ones. The number
     of restarts cannot tell them apart, because a host that was restarted counts from 0 again.
     """
     if rank > 0:

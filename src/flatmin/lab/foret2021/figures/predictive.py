@@ -188,7 +188,7 @@ def better_predictor(
     """Return the two-sided p-value that two measures predict the gap equally well.
 
     If they do, it does not matter which of the two ranks of a model belongs to which measure: they are swapped at
-    random, model by model, and the difference of the scores is compared with those that come of it.
+    random, model by model, and the difference of the scores is compared with the differences after swapping.
     """
     ranks = np.stack([rankdata(first), rankdata(second)])
     rng = np.random.default_rng(0)
