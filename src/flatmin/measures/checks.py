@@ -1,5 +1,6 @@
 """Raise, before any work is done, for what would give a meaningless number."""
 
+import itertools
 import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -8,11 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from flatmin.measures.batches import Batch, check_batch, preserve_rng_state, rows, same_on_every_pass
+from flatmin.measures.batches import Batch, check_batch, digest, leaves, preserve_rng_state, rows
 
 if TYPE_CHECKING:
     from flatmin.measures.objective import Objective, Value
 
+NUM_COMPARED_BATCHES = 8  # a shuffled loader that repeats its first eight batches has nothing to shuffle
 EVAL_FIX = "Call model.eval() first, or pass allow_nondeterministic=True to measure it with fixed noise."
 
 
@@ -45,13 +47,19 @@ def check_finite(value: "Value", where: str) -> None:
 
 
 def check_same_on_every_pass(data: Iterable[Batch]) -> None:
-    """Raise if the data is shuffled or augmented again in every pass."""
-    if not same_on_every_pass(data):
+    """Raise if the data is shuffled or augmented again in every pass: no shuffled pass begins with the same batches."""
+    # Sequential, not interleaved: two live iterators of one loader may share workers.
+    seen, again = ([leaves(b) for b in itertools.islice(iter(data), NUM_COMPARED_BATCHES)] for _ in range(2))
+    if len(seen) != len(again) or not all(map(_same, seen, again)):
         raise ValueError(
             "data differs from pass to pass (shuffling or augmentation), so it has no fixed loss. "
             "Use a DataLoader with shuffle=False and without random transforms, or pass list(data); or "
             "allow_nondeterministic=True."
         )
+
+
+def _same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return (all(s is t for s, t in zip(a, b, strict=False)) and len(a) == len(b)) or digest(a) == digest(b)
 
 
 def check_model(objective: "Objective", batch: Batch, *, allow_nondeterministic: bool) -> None:

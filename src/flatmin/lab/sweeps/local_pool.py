@@ -42,19 +42,16 @@ class Shares:
 def machine_shares(processes: int, threads: int) -> Shares:
     """Return how a machine is shared; 0 processes are one per GPU (or core), 0 threads an equal share (or one)."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    gpus = _visible_gpus()
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None and torch.cuda.is_available():
+        gpus = [name.strip() for name in chosen.split(",") if name.strip()]
+    else:
+        gpus = [str(i) for i in range(torch.cuda.device_count())]
     if gpus:
         count = processes or len(gpus)
         return Shares(threads=threads or max(1, cores // count), gpus=tuple(gpus[i % len(gpus)] for i in range(count)))
     threads = threads or 1  # small models: a second thread mostly waits, a second model does not
     return Shares(threads=threads, gpus=(None,) * (processes or max(1, cores // threads)))
-
-
-def _visible_gpus() -> list[str]:
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None and torch.cuda.is_available():
-        return [name.strip() for name in chosen.split(",") if name.strip()]
-    return [str(i) for i in range(torch.cuda.device_count())]
 
 
 @dataclass

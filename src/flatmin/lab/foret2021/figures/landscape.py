@@ -81,7 +81,7 @@ def landscape(scale: Scale, known: Known) -> Findings:
     readings: list[tuple[str, str, Read]] = [
         (f"mean rise of the loss within {RADIUS:g}", "", measured(numbers, rise_within(RADIUS))),
         ("mean rise of the loss over the plane", "", measured(numbers, rise_within(2 * SPAN))),
-        ("training loss", "", measured(numbers, "loss_at_centre")),
+        ("training loss", "", measured(numbers, _center)),
         ("test error", "%", metric("test_error")),
     ]
     rows: list[Row] = [
@@ -141,6 +141,11 @@ def _planes(scale: Scale) -> list[Landscape]:
         Landscape(span=SPAN, points=points, num_examples=num_examples)
         for points, num_examples in (PICTURE[scale], NUMBERS[scale])
     ]
+
+
+def _center(facts: MeasurementResult) -> float:
+    middle = len(facts["coordinates"]) // 2
+    return float(facts["loss"][middle][middle])
 
 
 LANDSCAPE = item("landscape", landscape_jobs, landscape)
