@@ -28,14 +28,7 @@ from flatmin.lab.errors import DataError, DivergedError, InterruptedRun, ModelEr
 
 DESCRIPTION = "Sharpness-Aware Minimization: train models to flat minima, and measure how flat they are."
 
-EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
-    (SpecError, 2),
-    (ModelError, 2),
-    (RunError, 2),
-    (DataError, 3),
-    (StorageError, 4),
-    (DivergedError, 5),
-)
+EXIT_CODES = {SpecError: 2, ModelError: 2, RunError: 2, DataError: 3, StorageError: 4, DivergedError: 5}
 OUT_OF_MEMORY = "Use a smaller data.batch_size, data.image_size or model (measure: --num-examples)."
 
 
@@ -91,16 +84,8 @@ def _run(arguments: Sequence[str], console: SafeConsole) -> None:
     from flatmin.lab.commands.show import Show
     from flatmin.lab.commands.train import Train
 
-    commands: dict[str, Any] = {
-        "demo": Demo,
-        "train": Train,
-        "reproduce": Reproduce,
-        "report": Report,
-        "collect": Collect,
-        "list": List,
-        "show": Show,
-        "measure": Measure,
-    }
+    kinds: tuple[Any, ...] = (Demo, Train, Reproduce, Report, Collect, List, Show, Measure)
+    commands = {kind.__name__.lower(): kind for kind in kinds}
     _check_switches(arguments, commands.get(arguments[0]) if arguments else None)
     markers = (tyro.conf.OmitArgPrefixes,) if arguments[:1] == ["measure"] else ()
     command = tyro.extras.subcommand_cli_from_dict(
@@ -134,7 +119,7 @@ def _switches(kind: Any, prefix: str = "") -> dict[str, str]:
 
 def _explain(error: Exception) -> tuple[int, str]:
     """Return the exit code of an error and what to print; 1 for an internal error."""
-    known = next((code for kind, code in EXIT_CODES if isinstance(error, kind)), None)
+    known = next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), None)
     if known is not None:
         return known, str(error)
     text = str(error)

@@ -19,8 +19,7 @@ from flatmin.measures import (
     spectral_density,
     top_eigenvalues,
 )
-from flatmin.measures.objective import Objective
-from flatmin.measures.values import error_rate
+from flatmin.measures.objective import Objective, error_rate
 from measures.cases import assert_untouched, everything, tanh_network, whole
 
 

@@ -1,7 +1,7 @@
 """SAM for trainers: its gradient is one call, the base optimizer's step is another."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -112,10 +112,11 @@ class RhoSearch:
         if self._num_left == 0:
             return
         scale = 1.0 if scaler is None else scaler.get_scale()
+        parameters = [p for group in self._sam.param_groups for p in group["params"]]
 
         def loss_fn(_: Tensor) -> Tensor:
             loss = run().detach() * scale
-            if scaler is not None and not all(g.isfinite().all() for g in self._gradients()):
+            if scaler is not None and not all(p.grad.isfinite().all() for p in parameters if p.grad is not None):
                 raise OverflowError
             return loss.requires_grad_()  # its backward() does nothing: run() has called it
 
@@ -127,9 +128,6 @@ class RhoSearch:
         loss, unit = self._values.tolist()
         self._sam.rho = suggestion.rise * loss / unit
         self._num_left -= 1
-
-    def _gradients(self) -> Iterator[Tensor]:
-        return (p.grad for group in self._sam.param_groups for p in group["params"] if p.grad is not None)
 
 
 def check_base(base: Optimizer) -> None:

@@ -4,8 +4,6 @@ import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
-from torch.optim import Optimizer
-
 from flatmin.core.batch_split import split_batch
 from flatmin.core.sam import SAM
 from flatmin.integrations.deferred_step import (
@@ -32,9 +30,9 @@ class SAMCallback(pl.Callback):
     """Turns the optimizers of a LightningModule into SAM.
 
     With automatic optimization nothing else changes: gradient clipping, ``precision="16-mixed"`` and ``"bf16-mixed"``,
-    schedulers, DDP and resuming from a checkpoint work as before. Values that ``training_step`` logs are those at w,
-    once per step. Two more values are logged: ``sharpness``, the loss at w + eps minus that at w, and ``grad_norm``,
-    the norm of the gradient at w.
+    schedulers, DDP and resuming from a checkpoint work as before. Values that ``training_step`` logs are from w,
+    once per step. Two more values are logged: ``sharpness``, the loss at w + eps minus the loss at w, and
+    ``grad_norm``, the norm of the gradient at w.
 
     With manual optimization the callback wraps the optimizers, and ``training_step`` runs both passes, the second
     within ``with opt.perturbed():``.
@@ -83,7 +81,10 @@ class SAMCallback(pl.Callback):
             raise ValueError('rho="auto" needs automatic optimization. Use flatmin.suggest_rho, and pass a number.')
         if self.check and not automatic:
             raise ValueError("check=True needs automatic optimization. Call flatmin.check_pass in training_step.")
-        self.optimizers = [self._wrap(opt, trainer.model, automatic) for opt in trainer.strategy.optimizers]
+        for base in trainer.strategy.optimizers:
+            check_base(base)
+        kind = DeferredSAM if automatic else _ManualSAM
+        self.optimizers = [kind(base, model=trainer.model, **self.settings) for base in trainer.strategy.optimizers]
         trainer.strategy.optimizers = list(self.optimizers)  # the setter makes Lightning's wrappers
         if automatic:
             self._patch(pl_module)
@@ -117,11 +118,6 @@ class SAMCallback(pl.Callback):
         """Give the module its own methods back."""
         self.teardown(trainer, pl_module, "fit")
 
-    def _wrap(self, base: Optimizer, model: Any, automatic: bool) -> SAM:
-        check_base(base)
-        kind = DeferredSAM if automatic else _ManualSAM
-        return kind(base, model=model, **self.settings)
-
     def _patch(self, pl_module: pl.LightningModule) -> None:
         """Put SAM's passes where Lightning runs one: it calls these two methods of the module in every step."""
         training_step, optimizer_step = pl_module.training_step, pl_module.optimizer_step
@@ -151,7 +147,7 @@ class SAMCallback(pl.Callback):
         self._batch: Any = batch if self.part < 1 else None
 
     def _compute_gradient(self, sam: Any, closure: Any, pl_module: pl.LightningModule) -> Any:
-        """Run SAM's passes; Lightning reads the outputs of ``training_step`` from its closure, and gets those at w."""
+        """Run SAM's passes; Lightning reads the outputs of ``training_step`` from its closure, and gets them at w."""
         outputs = None
 
         def run(piece: Any | None, silent: bool) -> Any:

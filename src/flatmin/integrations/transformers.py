@@ -42,8 +42,8 @@ class SAMMixin(_Trainer):
     at w. Inputs are prepared once per step, and what ``compute_loss`` records in attributes of the trainer (TRL's
     metrics, say) is recorded once, at w.
 
-    The training logs have two more values: ``sharpness``, the loss at w + eps minus that at w in the last step, and
-    ``sam_grad_norm``, the norm of the gradient at w. ``grad_norm`` is the norm of SAM's gradient, which is clipped.
+    The training logs have two more values: ``sharpness``, the loss at w + eps minus the loss at w in the last step,
+    and ``sam_grad_norm``, the norm of the gradient at w. ``grad_norm`` is the norm of SAM's gradient, which is clipped.
 
     Args:
         sam: the settings of :class:`flatmin.SAM`, such as ``{"rho": 0.05, "p": 2}``; ``"rho": "auto"`` measures the
@@ -111,7 +111,7 @@ class SAMMixin(_Trainer):
             del self.__dict__["_prepare_inputs"]
 
     def _compute_gradient(self, model: nn.Module, micro_batches: list[Inputs], num_items: Any) -> Tensor | None:
-        """Run the passes of a step, whose loss and records are those at w."""
+        """Run the passes of a step, with its loss and records at w."""
 
         def pass_on(pieces: list[_Piece], share: float) -> RecordedPass:
             return RecordedPass(lambda: self._run(model, pieces, num_items, share), [self])

@@ -69,7 +69,7 @@ def average_sharpness(
         rho: the norm of the noise.
         num_draws: how many draws, each with both signs.
         params: restricts the noise to these parameters (or names).
-        group: each rank holds a shard of the data; the result is that of the whole.
+        group: each rank holds a shard of the data; the result is for the whole.
         seed: of the draws; they are the same on every device.
         allow_nondeterministic: allow a random model or random data.
 

@@ -2,7 +2,6 @@
 
 import copy
 import hashlib
-import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,8 +13,6 @@ from torch import Tensor
 
 Batch = tuple[Any, Any]
 """Inputs (a tensor, or a tuple or dict of tensors) and targets, all with the examples along dimension 0."""
-
-NUM_COMPARED_BATCHES = 8  # a shuffled loader that repeats its first eight batches has nothing to shuffle
 
 
 def tree_map(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
@@ -126,19 +123,6 @@ def digest(tensors: Iterable[Tensor]) -> str:
         state.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
         state.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return state.hexdigest()
-
-
-def same_on_every_pass(data: Iterable[Batch]) -> bool:
-    """Return whether two passes begin with exactly the same batches; no shuffled pass does."""
-    first, second = (itertools.islice(iter(data), NUM_COMPARED_BATCHES) for _ in range(2))
-    # Sequential, not interleaved: two live iterators of one loader may share workers.
-    seen = [leaves(batch) for batch in first]
-    again = [leaves(batch) for batch in second]
-    return len(seen) == len(again) and all(map(_same, seen, again))
-
-
-def _same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return (all(s is t for s, t in zip(a, b, strict=False)) and len(a) == len(b)) or digest(a) == digest(b)
 
 
 @contextmanager

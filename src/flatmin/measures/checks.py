@@ -1,5 +1,6 @@
 """Raise, before any work is done, for what would give a meaningless number."""
 
+import itertools
 import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -8,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from flatmin.measures.batches import Batch, check_batch, preserve_rng_state, rows, same_on_every_pass
-from flatmin.measures.values import Value
+from flatmin.measures.batches import Batch, check_batch, digest, leaves, preserve_rng_state, rows
 
 if TYPE_CHECKING:
-    from flatmin.measures.objective import Objective
+    from flatmin.measures.objective import Objective, Value
 
+NUM_COMPARED_BATCHES = 8  # a shuffled loader that repeats its first eight batches has nothing to shuffle
 EVAL_FIX = "Call model.eval() first, or pass allow_nondeterministic=True to measure it with fixed noise."
 
 
@@ -39,20 +40,26 @@ def check_metric(metric: str) -> None:
         raise ValueError(f'metric must be "loss" or "error", got {metric!r}.')
 
 
-def check_finite(value: Value, where: str) -> None:
+def check_finite(value: "Value", where: str) -> None:
     """Raise if a loss cannot be compared with others."""
     if not math.isfinite(value.loss):
         raise ValueError(f"The loss is {value.loss} {where}: there is nothing to measure.")
 
 
 def check_same_on_every_pass(data: Iterable[Batch]) -> None:
-    """Raise if the data is shuffled or augmented again in every pass."""
-    if not same_on_every_pass(data):
+    """Raise if the data is shuffled or augmented again in every pass: no shuffled pass begins with the same batches."""
+    # Sequential, not interleaved: two live iterators of one loader may share workers.
+    seen, again = ([leaves(b) for b in itertools.islice(iter(data), NUM_COMPARED_BATCHES)] for _ in range(2))
+    if len(seen) != len(again) or not all(map(_same, seen, again)):
         raise ValueError(
             "data differs from pass to pass (shuffling or augmentation), so it has no fixed loss. "
             "Use a DataLoader with shuffle=False and without random transforms, or pass list(data); or "
             "allow_nondeterministic=True."
         )
+
+
+def _same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return (all(s is t for s, t in zip(a, b, strict=False)) and len(a) == len(b)) or digest(a) == digest(b)
 
 
 def check_model(objective: "Objective", batch: Batch, *, allow_nondeterministic: bool) -> None:
@@ -65,7 +72,9 @@ def check_model(objective: "Objective", batch: Batch, *, allow_nondeterministic:
     random_state = _random_state(objective.device)
     with torch.no_grad():
         loss = objective.run(state, batch)[0]
-        _check_scalar(loss)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(f"loss_fn must return the mean over the batch, a scalar tensor, got {got}.")
         if allow_nondeterministic:
             return
         again = objective.run(state, batch)[0]
@@ -74,7 +83,9 @@ def check_model(objective: "Objective", batch: Batch, *, allow_nondeterministic:
         if drew or abs(float(again) - float(loss)) > tolerance:
             raise ValueError(f"The model is nondeterministic (dropout, or its own noise). {EVAL_FIX}")
         if not objective.batch_statistics:
-            _check_buffers(before, state)
+            changed = [name for name, tensor in before.items() if not _equal(tensor, state[name])]
+            if changed:
+                raise ValueError(f"The model changes its buffer {changed[0]!r} as it runs. {EVAL_FIX}")
             _check_mean(objective, batch, float(loss))
 
 
@@ -101,18 +112,6 @@ def _check_batch_norm(objective: "Objective") -> None:
                 f"The batch norm layer {name!r} normalizes with the statistics of each batch, so the loss depends "
                 f"on how the data is batched. {EVAL_FIX}"
             )
-
-
-def _check_buffers(before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
-    changed = [name for name, tensor in before.items() if not _equal(tensor, after[name])]
-    if changed:
-        raise ValueError(f"The model changes its buffer {changed[0]!r} as it runs. {EVAL_FIX}")
-
-
-def _check_scalar(loss: object) -> None:
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise ValueError(f"loss_fn must return the mean over the batch, a scalar tensor, got {got}.")
 
 
 def _check_mean(objective: "Objective", batch: Batch, whole: float) -> None:

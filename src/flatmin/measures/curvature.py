@@ -36,14 +36,7 @@ class CurvatureOperator(ABC):
         allow_nondeterministic: bool = False,
     ) -> None:
         self._use(
-            Objective(
-                model,
-                loss_fn,
-                data,
-                params=params,
-                group=group,
-                allow_nondeterministic=allow_nondeterministic,
-            )
+            Objective(model, loss_fn, data, params=params, group=group, allow_nondeterministic=allow_nondeterministic)
         )
 
     @classmethod

@@ -28,7 +28,7 @@ def random_directions(
     generator = torch.Generator().manual_seed(seed)
     directions = []
     for _ in range(num):
-        # Also for the tensors that stay, so that move_1d does not change the draws of the others.
+        # Also for the tensors that stay: move_1d does not change the draws of the others.
         noise = [torch.randn(w.shape, generator=generator, dtype=torch.float64) for w in weights]
         pairs = zip(noise, weights, strict=True)
         directions.append([_normalized(d.to(w.dtype).to(w.device), w, move_1d) for d, w in pairs])

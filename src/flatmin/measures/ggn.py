@@ -30,7 +30,7 @@ class GGNOperator(CurvatureOperator):
         loss_fn: ``loss_fn(outputs, targets)``, the mean over a batch.
         data: an iterable of ``(inputs, targets)`` batches.
         params: restricts the matrix to these parameters (or names): one block on its diagonal.
-        group: each rank holds a shard of the data; products are those of the whole.
+        group: each rank holds a shard of the data; products are for the whole.
         allow_nondeterministic: allow a random model or random data.
 
     Attributes:

@@ -15,11 +15,9 @@ from torch import Tensor, nn
 from flatmin.measures import plots
 from flatmin.measures.batches import Batch, digest, leaves, measuring
 from flatmin.measures.directions import hessian_directions, random_directions
-from flatmin.measures.objective import LossFn, Objective
+from flatmin.measures.objective import LossFn, NoErrorRateError, Objective
 from flatmin.measures.parameters import Params, parameter_names, unwrapped
-from flatmin.measures.points import Index, PointCache
-from flatmin.measures.progress import Progress
-from flatmin.measures.values import NoErrorRateError
+from flatmin.measures.points import Index, PointCache, Progress
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -77,8 +75,8 @@ def loss_landscape(
 ) -> Landscape:
     r"""Return the loss and the accuracy on a line or a square through the weights of models.
 
-    Random directions are Gaussian, normalized per filter (Li et al., 2018), so that models of one shape can
-    be compared: all have the same draws, scaled to their own filters. The grid spans :math:`[-span, span]` in
+    Random directions are Gaussian, normalized per filter (Li et al., 2018). So models of one shape can be
+    compared: all have the same draws, scaled to their own filters. The grid spans :math:`[-span, span]` in
     units of the direction, and its middle is the model itself, exactly.
 
     Args:
@@ -87,7 +85,7 @@ def loss_landscape(
         data: an iterable of ``(inputs, targets)`` batches.
         dims: 1 for a line, 2 for a plane.
         span: how far to go.
-        points: in each dimension; odd, so that the middle is on the grid.
+        points: in each dimension; odd: the middle is on the grid.
         directions: "random", or "hessian" for the leading eigenvectors (each model's own, of norm 1).
         cache: a file that holds every finished point. A landscape that was interrupted, even killed, resumes
             from it.
@@ -117,19 +115,24 @@ def loss_landscape(
     """
     _check_settings(dims, span, points, directions, batch_norm)
     labels, several = _named(models)
-    objectives = _objectives(
-        labels.values(), loss_fn, data, params, group, allow_nondeterministic, batch_norm == "batch"
-    )
+    names = parameter_names(next(iter(labels.values())), params)
+    objectives = [
+        Objective(
+            model,
+            loss_fn,
+            data,
+            params=names,
+            group=group,
+            allow_nondeterministic=allow_nondeterministic,
+            batch_statistics=batch_norm == "batch",
+        )
+        for model in labels.values()
+    ]
     half = points // 2
     coordinates = span * np.arange(-half, half + 1) / half
     settings: dict[str, object] = {
-        "dims": dims,
-        "span": span,
-        "points": points,
-        "directions": directions,
-        "seed": seed,
-        "move_1d": move_1d,
-        "batch_norm": batch_norm,
+        **{"dims": dims, "span": span, "points": points, "directions": directions},
+        **{"seed": seed, "move_1d": move_1d, "batch_norm": batch_norm},
     }
     center = (half,) * dims
     # The center first: it shows at once whether a cache belongs to this loss.
@@ -220,47 +223,22 @@ def _check_center(loss: float, known: tuple[float, float] | None, cache: object)
         )
 
 
-def _named(
-    models: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
-) -> tuple[dict[str, nn.Module], bool]:
+def _named(models: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]) -> tuple[dict[str, nn.Module], bool]:
+    """Return the models by name, and whether there may be several; all have parameters of the same names and shapes."""
     if isinstance(models, nn.Module):
-        return {"model": models}, False
+        return {"model": unwrapped(models)}, False
     named = dict(models) if isinstance(models, Mapping) else {f"model {i}": m for i, m in enumerate(models, 1)}
     if not named:
         raise ValueError("models is empty: pass a module, or several.")
-    return named, True
-
-
-def _objectives(
-    models: Iterable[nn.Module],
-    loss_fn: LossFn,
-    data: Iterable[Batch],
-    params: Params | None,
-    group: dist.ProcessGroup | None,
-    allow_nondeterministic: bool,
-    batch_statistics: bool,
-) -> list[Objective]:
-    models = [unwrapped(model) for model in models]
-    names = parameter_names(models[0], params)
-    shapes = [{name: tuple(p.shape) for name, p in model.named_parameters()} for model in models]
+    named = {name: unwrapped(model) for name, model in named.items()}
+    shapes = [{name: tuple(p.shape) for name, p in model.named_parameters()} for model in named.values()]
     for number, other in enumerate(shapes[1:], 2):
         if other != shapes[0]:
             raise ValueError(
                 f"Model {number} has parameters of other names or shapes than model 1, so there are no directions "
                 "they share. Look at them one by one."
             )
-    return [
-        Objective(
-            model,
-            loss_fn,
-            data,
-            params=names,
-            group=group,
-            allow_nondeterministic=allow_nondeterministic,
-            batch_statistics=batch_statistics,
-        )
-        for model in models
-    ]
+    return named, True
 
 
 def _check_settings(dims: int, span: float, points: int, directions: str, batch_norm: str) -> None:

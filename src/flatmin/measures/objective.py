@@ -1,12 +1,14 @@
 r"""A loss on fixed data, :math:`L_S(w) = \frac{1}{n} \sum_i \ell(w, x_i, y_i)`; the model stays as it is.
 
 The model runs through ``torch.func.functional_call`` with weights and buffers handed in from outside, so
-its own are never written. Means over batches are weighted by the number of examples, so that ragged batches
-are exact.
+its own are never written. Means over batches are weighted by the number of examples, so ragged batches are
+exact.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -15,19 +17,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from flatmin.measures.batches import (
-    Batch,
-    check_batch,
-    check_data,
-    measuring,
-    pieces,
-    rows,
-    tree_map,
-)
+from flatmin.measures.batches import Batch, check_batch, check_data, measuring, pieces, rows, tree_map
 from flatmin.measures.checks import check_model, check_same_on_every_pass
 from flatmin.measures.double_backward import TwiceDifferentiable
 from flatmin.measures.parameters import Params, flatten, parameter_names, unwrapped, working_dtype
-from flatmin.measures.values import Totals, Value
 
 LossFn = Callable[[Any, Any], Tensor]
 Result = TypeVar("Result")
@@ -35,12 +28,42 @@ Result = TypeVar("Result")
 NUM_PROBED_EXAMPLES = 2  # enough to see a model draw random numbers; small compared with any real pass
 
 
+class NoErrorRateError(ValueError):
+    """The outputs are not a classifier's."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """The loss, and the error rate where it was asked for (NaN otherwise), on some examples."""
+
+    loss: float
+    error: float
+    num_examples: int
+
+    def metric(self, name: str) -> float:
+        """Return the loss or the error."""
+        return self.error if name == "error" else self.loss
+
+
+class Totals:
+    """Sums over the examples seen so far."""
+
+    def __init__(self) -> None:
+        self.loss, self.error, self.num = 0.0, 0.0, 0
+
+    def add(self, loss: Tensor, outputs: Any, targets: Any, num: int, error: bool) -> None:
+        """Count a batch of num examples."""
+        self.loss += float(loss.detach()) * num
+        self.error += error_rate(outputs, targets) * num if error else math.nan
+        self.num += num
+
+
 class Objective:
     """The mean loss of a model on fixed data, as a function of some of its weights.
 
     Weights of bfloat16 and float16 are measured in float32: a perturbation of norm 0.05 is lost in their
-    rounding. Every pass starts from the random state of the caller and puts it back, so that noise which was
-    allowed is the same in all passes.
+    rounding. Every pass starts from the random state of the caller and puts it back: noise that was allowed is
+    the same in all passes.
 
     Args:
         model: any module; called as ``model(inputs)``, ``model(*inputs)`` for a tuple, ``model(**inputs)``
@@ -49,8 +72,7 @@ class Objective:
         data: an iterable of ``(inputs, targets)`` that can be passed over several times, in the same order.
         params: the weights to measure, as parameters of the model or their names; all that require a gradient
             if None.
-        group: a process group in which each rank holds a shard of the data; the results are those of the
-            whole.
+        group: a process group in which each rank holds a shard of the data; results are for the whole.
         allow_nondeterministic: allow dropout, batch norm in train mode, shuffled or augmented data.
         batch_statistics: whether batch norm layers normalize with each batch's own statistics, whatever their
             mode.
@@ -82,7 +104,9 @@ class Objective:
         self._parameters = [parameters[name] for name in self.names]
         self.device = self._parameters[0].device
         self.dtype = working_dtype(self._parameters)
-        self.channels_last = suits_channels_last(self.model, self.device, self.dtype)
+        # On a CPU, convolutions are a third faster on images laid out with the channels last.
+        convolves = any(isinstance(m, nn.Conv2d) for m in self.model.modules())
+        self.channels_last = convolves and self.device.type == "cpu" and self.dtype == torch.float32
         with measuring(self.data):
             counts = self.together(lambda: self._inspect(allow_nondeterministic))
         self.num_local, self.num_batches = counts[0 if group is None else dist.get_rank(group)]
@@ -232,10 +256,25 @@ class _batch_statistics:  # noqa: N801 (a context manager, used like a function)
             layer.training = mode
 
 
-def suits_channels_last(model: nn.Module, device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether convolutions are faster on images laid out with the channels last: a third, on a CPU."""
-    return device.type == "cpu" and dtype == torch.float32 and any(isinstance(m, nn.Conv2d) for m in model.modules())
-
-
 def _channels_last(tensor: Tensor) -> Tensor:
     return tensor.contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
+
+
+def error_rate(outputs: Any, targets: Any) -> float:
+    """Return the fraction of wrong predictions: the largest output (dimension 1) is not the target's.
+
+    Example:
+        >>> import torch
+        >>> error_rate(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1]))
+        0.5
+    """
+    if isinstance(outputs, Tensor) and isinstance(targets, Tensor) and outputs.ndim >= 2:
+        labels = targets.argmax(1) if targets.is_floating_point() and targets.shape == outputs.shape else targets
+        predicted = outputs.argmax(1)
+        if labels.shape == predicted.shape and not labels.is_floating_point():
+            return int((predicted != labels).sum()) / labels.numel()
+    shapes = [tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in (outputs, targets)]
+    raise NoErrorRateError(
+        f"The error rate needs outputs (N, classes, ...) and targets (N, ...) with classes, got {shapes[0]} and "
+        f"{shapes[1]}. For other outputs use metric='loss'."
+    )

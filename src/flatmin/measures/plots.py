@@ -101,12 +101,7 @@ def score(result: "Score") -> "Figure":
     names = ["{" + ", ".join(map(str, chosen)) + "}" for chosen in sets]
     axes.bar(names, [result.per_set[chosen] for chosen in sets], color=BLUE, alpha=0.8)
     axes.axhspan(
-        result.null_low,
-        result.null_high,
-        color=GREY,
-        alpha=0.3,
-        lw=0,
-        label="score of a shuffled measure, 95 %",
+        result.null_low, result.null_high, color=GREY, alpha=0.3, lw=0, label="score of a shuffled measure, 95 %"
     )
     axes.axhline(result.score, color=ORANGE, label=f"score {result.score:.3g}")
     axes.tick_params(axis="x", labelrotation=60)
@@ -210,6 +205,6 @@ def _colors(values: np.ndarray) -> tuple[np.ndarray, Any]:
     low, high = float(values.min()), float(values.max())
     high = high if high > low else low + 1.0
     if low > 0 and high > 10 * low:
-        # The ends are stretched by rounding, so that no point falls outside.
+        # The ends are stretched: rounding must not put a point outside.
         return np.geomspace(low * (1 - 1e-9), high * (1 + 1e-9), 25), LogNorm(low, high)
     return np.linspace(low, high, 25), Normalize(low, high)

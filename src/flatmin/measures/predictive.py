@@ -58,7 +58,7 @@ def predictive_power(
 
     .. math:: \min_{|S| = 2} \frac{I(V_\mu; V_g \mid U_S)}{H(V_g \mid U_S)}
 
-    so that a measure which only reflects one or two hyperparameters scores low. As in the competition's
+    A measure that only reflects one or two hyperparameters scores low. As in the competition's
     program, a model is paired with itself too, a tie counts as "not larger", and every value of :math:`U_S`
     weighs the same (in a full grid all have as many pairs). Jiang et al. (2019) take the minimum over smaller
     sets as well: see ``per_set``.

@@ -14,9 +14,8 @@ from flatmin.core.perturbation import adaptive_scale, ascent_step, project_
 from flatmin.measures import plots
 from flatmin.measures.batches import Batch, measuring, subsets
 from flatmin.measures.checks import check_count, check_finite, check_metric
-from flatmin.measures.objective import LossFn, Objective
+from flatmin.measures.objective import LossFn, Objective, Value
 from flatmin.measures.parameters import Params, flatten, unflatten
-from flatmin.measures.values import Value
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -79,7 +78,7 @@ def m_sharpness(
     visited point counts, :math:`\epsilon = 0` included.
 
     The cost is ``steps`` gradients and one loss over the data. A subset runs in pieces no larger than the
-    data's batches (or ``chunk_size``), so that m may exceed what fits in memory at once; the m examples
+    data's batches (or ``chunk_size``): m may exceed what fits in memory at once. The m examples
     themselves are kept if m < n.
 
     Args:
@@ -144,7 +143,7 @@ class _Ascent:
     """Ascends the loss within the ball, on one subset at a time."""
 
     objective: Objective
-    scale: Tensor | float  # T: the ball is that of d, with eps = T * d
+    scale: Tensor | float  # T: the ball is d's, with eps = T * d
     p: float
     steps: int
     metric: str

@@ -54,8 +54,8 @@ def noise_effect(
     r"""Measure how much noise :math:`\epsilon \sim N(0, \sigma^2 I)` on all weights raises the error rate.
 
     Every draw sees the same examples. Draws and examples are both random samples: the variance of the mean is
-    estimated by that of the means over draws, plus that of the means over examples. Both contain the variance of a
-    single cell, so the interval is slightly too wide, never too narrow.
+    estimated by the variance of the means over draws, plus the variance of the means over examples. Both contain the
+    variance of a single cell, so the interval is slightly too wide, never too narrow.
 
     Args:
         model: a classifier, left as it was; in evaluation mode if it has batch norm or dropout.

@@ -146,7 +146,7 @@ def test_the_weights_that_were_measured_are_named(capsys, tmp_path):
     assert (last["epoch"], last["step"]) == (2, 6)
     assert (first["epoch"], first["step"]) == (1, None)
     assert last["loss"] != first["loss"]
-    assert trained_model.load_trained(path).at_epoch(1).origin.epoch == 1
+    assert trained_model.load_trained(path).at_epoch(1).epoch == 1
     out = run(capsys, "measure", "sharpness", path.name)[1]
     assert "epoch " in out
     assert "step " in out

@@ -10,7 +10,7 @@ import tyro
 import sweep_process
 from flatmin.cli import main
 from flatmin.lab.commands import report, reproduce
-from flatmin.lab.commands.plan import gpu_hours, train_flags
+from flatmin.lab.commands.reproduce import gpu_hours, train_flags
 from flatmin.lab.errors import DataError, ModelError
 from flatmin.lab.foret2021.items import ITEMS
 from flatmin.lab.foret2021.scales import smoke

@@ -14,7 +14,7 @@ from PIL import Image
 
 from flatmin.lab.data.datasets import load_dataset
 from flatmin.lab.errors import CorruptFileError, InterruptedRun, ModelError, RunError, SpecError, StorageError
-from flatmin.lab.runs import inputs
+from flatmin.lab.runs import environment as inputs
 from flatmin.lab.runs.checkpoint import (
     checkpoints,
     latest_checkpoint,

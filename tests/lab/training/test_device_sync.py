@@ -63,7 +63,7 @@ def test_the_loop_does_not_wait_for_the_device(changes, data, tmp_path, monkeypa
     monkeypatch.setattr(steps.torch, "Generator", HostGenerator)
     directory = RunDirectory(experiment, 0, tmp_path)
     directory.path.mkdir()
-    run = Run(experiment, 0, directory, Workers(device=META), None)
+    run = Run(directory, Workers(device=META), None)
     run.attention_steps = 1000
     with NoDeviceSync(), pytest.raises(EnoughError):
         run.run_epochs(FewSteps(), Interruption(), 60.0)

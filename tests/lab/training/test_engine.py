@@ -260,7 +260,7 @@ def test_a_batch_smaller_than_the_number_of_workers_is_refused(tmp_path, monkeyp
     for name in ("on_main", "on_each"):
         monkeypatch.setattr(Workers, name, lambda self, function: function())
     with pytest.raises(RunError, match="A batch of 2 examples cannot be divided among 3 workers"):
-        Run(experiment, 0, RunDirectory(experiment, 0, tmp_path), Workers(count=3, device=CPU), None)
+        Run(RunDirectory(experiment, 0, tmp_path), Workers(count=3, device=CPU), None)
 
 
 def test_two_processes_do_not_work_on_one_run(tmp_path):

@@ -12,8 +12,7 @@ from flatmin.lab.models.build import build_model
 from flatmin.lab.runs.checkpoint import latest_checkpoint
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
 from flatmin.lab.training.engine import train
-from flatmin.lab.training.relabel import predicted_labels, read_predicted_labels, relabeled
-from flatmin.lab.training.trained_model import load_trained
+from flatmin.lab.training.trained_model import load_trained, predicted_labels, read_predicted_labels, relabeled
 
 
 def noisy(**changes):

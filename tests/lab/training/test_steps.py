@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from flatmin.lab.data.pipeline import Batch
 from flatmin.lab.models.build import build_model
 from flatmin.lab.models.shake import ShakeShake
-from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
+from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim, passes_per_step
 from flatmin.lab.training.distributed import Workers
-from flatmin.lab.training.step_cost import passes_per_step
 from flatmin.lab.training.steps import Stepper, loss_and_error
 
 CPU = torch.device("cpu")

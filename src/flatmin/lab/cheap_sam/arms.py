@@ -5,15 +5,14 @@ because the strength of a correction measured on a part of the batch grows as th
 starts at rho_SAM * sqrt(part).
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from flatmin.lab.errors import SpecError
-from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
+from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim, passes_per_step
 from flatmin.lab.studies.conditions import Condition, Method, with_rates
 from flatmin.lab.studies.study import Scale
-from flatmin.lab.training.step_cost import passes_per_step
 
 RHOS = (0.1, 0.2, 0.3, 0.5, 0.8)
 """SAM's radii."""
@@ -24,23 +23,23 @@ VIT_EPOCHS = 160
 BASE, SAM = "no SAM", "SAM"
 PLAIN = "without SAM"
 IN_PART = "opt.step_batch(loss_fn, batch, part=1 / {})"
+AT_WEIGHT_1 = f"SAM(..., weight=1); {IN_PART.format(4)}"
 IN_ASCENT = "opt.step(closure, ascent={})"
 EVERY = "SAM(..., weight={0}); opt.rho = rho if step % {0} == 0 else 0"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Arm:
+class Arm(NamedTuple):
     """One way to spend passes."""
 
     name: str
     family: str
     """What shares a color in the plot."""
+    factor: float | None
+    """Of SAM's radii; None: no SAM."""
     settings: dict[str, Any]
     """Of `Optim`, in addition to the radius."""
     code: str
     """How it is written in a training loop."""
-    factor: float | None = 1.0
-    """Of SAM's radii; None: no SAM."""
     epochs: float = 1.0
     """Times the epochs of training without SAM."""
 
@@ -59,39 +58,21 @@ class Arm:
 
 
 ARMS = (
-    Arm(name="no SAM, 1.25 times the epochs", family=BASE, settings={}, code=PLAIN, factor=None, epochs=1.25),
-    Arm(name="no SAM, twice the epochs", family=BASE, settings={}, code=PLAIN, factor=None, epochs=2),
-    Arm(name=SAM, family="SAM", settings={}, code="opt.step(closure)"),
-    Arm(name="SAM, half the epochs", family="SAM", settings={}, code="opt.step(closure)", epochs=0.5),
-    Arm(
-        name="SAM, m = 16",
-        family="SAM, m = 16",
-        settings={"m": 16},
-        code="opt.step_batch(loss_fn, batch, m=16)",
-        factor=0.7,
-    ),
-    Arm(name="part 1/4", family="part", settings={"part": 1 / 4}, code=IN_PART.format(4), factor=0.5),
-    Arm(name="part 1/8", family="part", settings={"part": 1 / 8}, code=IN_PART.format(8), factor=0.35),
-    Arm(name="part 1/16", family="part", settings={"part": 1 / 16}, code=IN_PART.format(16), factor=0.25),
-    Arm(
-        name="part 1/4 at weight 1",
-        family="part at weight 1",
-        settings={"part": 1 / 4, "weight": 1.0},
-        code=f"SAM(..., weight=1); {IN_PART.format(4)}",
-        factor=1.5,
-    ),
-    Arm(name="every 4th step", family="every", settings={"every": 4}, code=EVERY.format(4), factor=0.7),
-    Arm(name="every 8th step", family="every", settings={"every": 8}, code=EVERY.format(8), factor=0.5),
-    Arm(
-        name="momentum",
-        family="momentum",
-        settings={"direction": "momentum"},
-        code='SAM(..., direction="momentum"); opt.step(closure)',
-        factor=10,
-    ),
-    Arm(name="ascent on 1/4", family="ascent", settings={"ascent_part": 1 / 4}, code=IN_ASCENT.format("quarter")),
-    Arm(name="ascent on 1/8", family="ascent", settings={"ascent_part": 1 / 8}, code=IN_ASCENT.format("eighth")),
-    Arm(name="ascent on 1/16", family="ascent", settings={"ascent_part": 1 / 16}, code=IN_ASCENT.format("sixteenth")),
+    Arm("no SAM, 1.25 times the epochs", BASE, None, {}, PLAIN, epochs=1.25),
+    Arm("no SAM, twice the epochs", BASE, None, {}, PLAIN, epochs=2),
+    Arm(SAM, "SAM", 1.0, {}, "opt.step(closure)"),
+    Arm("SAM, half the epochs", "SAM", 1.0, {}, "opt.step(closure)", epochs=0.5),
+    Arm("SAM, m = 16", "SAM, m = 16", 0.7, {"m": 16}, "opt.step_batch(loss_fn, batch, m=16)"),
+    Arm("part 1/4", "part", 0.5, {"part": 1 / 4}, IN_PART.format(4)),
+    Arm("part 1/8", "part", 0.35, {"part": 1 / 8}, IN_PART.format(8)),
+    Arm("part 1/16", "part", 0.25, {"part": 1 / 16}, IN_PART.format(16)),
+    Arm("part 1/4 at weight 1", "part at weight 1", 1.5, {"part": 1 / 4, "weight": 1.0}, AT_WEIGHT_1),
+    Arm("every 4th step", "every", 0.7, {"every": 4}, EVERY.format(4)),
+    Arm("every 8th step", "every", 0.5, {"every": 8}, EVERY.format(8)),
+    Arm("momentum", "momentum", 10, {"direction": "momentum"}, 'SAM(..., direction="momentum"); opt.step(closure)'),
+    Arm("ascent on 1/4", "ascent", 1.0, {"ascent_part": 1 / 4}, IN_ASCENT.format("quarter")),
+    Arm("ascent on 1/8", "ascent", 1.0, {"ascent_part": 1 / 8}, IN_ASCENT.format("eighth")),
+    Arm("ascent on 1/16", "ascent", 1.0, {"ascent_part": 1 / 16}, IN_ASCENT.format("sixteenth")),
 )
 """All but training without SAM, whose learning rate and decay they take."""
 BEST = (SAM, "part 1/8")
@@ -108,15 +89,14 @@ def conditions(scale: Scale) -> list[tuple[Condition, tuple[int, ...]]]:
         return [(_condition(tiny, "digits", "clean", few, LRS[:1], DECAYS[:1]), (0, 1))]
     if scale == "paper":
         raise SpecError("cheap-sam is our own study, which is not in the paper: use --scale laptop.")
-    small = _small()
-    noisy = replace(small, data=replace(small.data, label_noise=0.4))
-    cifar = Experiment(
-        data=Data(name="cifar10", augment="basic", train_size=2000, batch_size=128),
+    small = Experiment(  # 14 x 14 pixels cost a quarter of 28 x 28
+        data=Data(name="fashion-mnist", train_size=1000, batch_size=128, image_size=14),
         model=Model(name="wrn-10-2"),
-        optim=Optim(),
         epochs=EPOCHS,
         evaluate_every=EPOCHS,
     )
+    noisy = replace(small, data=replace(small.data, label_noise=0.4))
+    cifar = replace(small, data=Data(name="cifar10", augment="basic", train_size=2000, batch_size=128))
     vit = replace(
         noisy,
         model=Model(name="vit-4-64-2"),
@@ -146,17 +126,6 @@ def conditions(scale: Scale) -> list[tuple[Condition, tuple[int, ...]]]:
     ]
 
 
-def _small() -> Experiment:
-    """Return the experiment most arms are run with: 14 x 14 pixels cost a quarter of 28 x 28."""
-    return Experiment(
-        data=Data(name="fashion-mnist", train_size=1000, batch_size=128, image_size=14),
-        model=Model(name="wrn-10-2"),
-        optim=Optim(),
-        epochs=EPOCHS,
-        evaluate_every=EPOCHS,
-    )
-
-
 def _condition(
     start: Experiment,
     label: str,
@@ -166,8 +135,7 @@ def _condition(
     decays: Sequence[float] = DECAYS,
     rhos: Sequence[float] = RHOS,
 ) -> Condition:
-    candidates: Callable[[Experiment], Sequence[Experiment]] = with_rates(lrs, decays)
-    methods = (Method(name=BASE, candidates=candidates), *(arm.method(rhos) for arm in arms))
+    methods = (Method(name=BASE, candidates=with_rates(lrs, decays)), *(arm.method(rhos) for arm in arms))
     return Condition(labels=(label,), column=column, start=start, methods=methods, claimed={})
 
 

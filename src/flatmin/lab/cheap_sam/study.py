@@ -10,7 +10,8 @@ correction over all arms of all conditions).
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from flatmin.lab.cheap_sam.arms import ARMS, BASE, PLAIN, SAM, conditions, cost_in_passes
 from flatmin.lab.studies.condition_tables import setting_of
@@ -35,8 +36,7 @@ ABOUT = (
 TITLE, SOURCE = "SAM at nearly the cost of SGD", "Our own study, not in the paper"
 
 
-@dataclass(frozen=True)
-class Point:
+class Point(NamedTuple):
     """A method in the plane of cost and error."""
 
     name: str
@@ -218,22 +218,9 @@ def _pareto_figure(entries: Sequence[MethodResult]) -> LineFigure:
     series = []
     for family in dict.fromkeys(FAMILIES[p.name] for p in points):
         own = sorted((p for p in points if FAMILIES[p.name] == family), key=lambda p: p.cost)
-        series.append(
-            Series(
-                name=family,
-                x=[p.cost for p in own],
-                y=[p.error.mean for p in own],
-                half_width=[p.error.half_width for p in own],
-                hover=[p.name for p in own],
-                mode="markers",
-            )
-        )
+        series.append(_series(family, own, half_width=[p.error.half_width for p in own], mode="markers"))
     if front:
-        names = [p.name for p in front]
-        line = Series(
-            name="Pareto front", x=[p.cost for p in front], y=[p.error.mean for p in front], hover=names, mode="lines"
-        )
-        series.append(line)
+        series.append(_series("Pareto front", front, mode="lines"))
     return LineFigure(
         title=f"Error over cost: {entries[0].condition.name}",
         x_label="cost: passes over the training set, relative to training without SAM",
@@ -242,6 +229,11 @@ def _pareto_figure(entries: Sequence[MethodResult]) -> LineFigure:
         note="Bars are 95 % confidence intervals over replicas; the line joins the methods that nothing else beats.",
         runs=runs_of(e.replicas for e in entries),
     )
+
+
+def _series(name: str, points: Sequence[Point], **look: Any) -> Series:
+    x, y, names = ([p.cost for p in points], [p.error.mean for p in points], [p.name for p in points])
+    return Series(name=name, x=x, y=y, hover=names, **look)
 
 
 CHEAP_SAM = Item(name="cheap-sam", title=TITLE, source=SOURCE, jobs=cheap_sam_jobs, findings=cheap_sam)

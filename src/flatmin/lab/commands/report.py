@@ -30,8 +30,8 @@ class Report:
     """Write a page on existing runs: the paper's tables with its numbers next to the measured ones; or on any runs."""
 
     items: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """Names of items (`flatmin list items`), or all of the paper's. Without, those that the runs were collected for
-    (`flatmin collect`), or a plain table of all runs."""
+    """Names of items (`flatmin list items`), or all of the paper's. Without, the items that the runs were collected
+    for (`flatmin collect`), or a plain table of all runs."""
     scale: Scale = "laptop"
     """At which scale they were run."""
     runs: Path = Path("runs/reproduce")

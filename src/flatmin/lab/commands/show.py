@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
@@ -30,8 +30,8 @@ class Show:
         path = find_run(self.run_name, self.runs)
         spec, metrics, sessions = plain(read_spec(path)), last_metrics(path), read_sessions(path)
         if self.output == "json":
-            facts = {"directory": str(path), "finished": is_finished(path), "spec": spec, "metrics": metrics}
-            write_event("run", facts | {"sessions": sessions})
+            content = {"directory": str(path), "finished": is_finished(path), "spec": spec, "metrics": metrics}
+            write_event("run", content | {"sessions": sessions})
             return
         rows = [
             (f"{part}.{name}", json.dumps(v)) for part in ("data", "model", "optim") for name, v in spec[part].items()
@@ -40,9 +40,6 @@ class Show:
         console.print(table(str(path), ("setting", "value"), rows))
         console.print(table("Last epoch", ("metric", "value"), [(n, metric(n, v)) for n, v in metrics.items()]))
         if sessions:
+            facts = [(n, " ".join(map(str, v)) if isinstance(v, list) else number(v)) for n, v in sessions[-1].items()]
             title = f"Where it ran (the last of {len(sessions)} sessions)" if len(sessions) > 1 else "Where it ran"
-            console.print(table(title, ("what", "value"), [(n, _fact(v)) for n, v in sessions[-1].items()]))
-
-
-def _fact(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list) else number(value)
+            console.print(table(title, ("what", "value"), facts))

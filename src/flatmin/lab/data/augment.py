@@ -100,13 +100,7 @@ def draw_cutouts(draw: Draw, height: int, width: int, *, shared: bool = False) -
 def cutout(images: Tensor, centers: Tensor, size: int) -> Tensor:
     """Replace a square of each normalized image by the mean color (0), in place (DeVries and Taylor, 2017).
 
-    Args:
-        images: normalized, float.
-        centers: of the squares (`draw_cutouts`); a square may lie partly outside.
-        size: side of the square in pixels.
-
-    Returns:
-        ``images``.
+    ``size`` is its side in pixels; a square may lie partly outside.
     """
     height, width = images.shape[-2:]
     center_rows, center_columns = centers

@@ -7,6 +7,7 @@ image.
 """
 
 import math
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
@@ -39,13 +40,7 @@ class Group(NamedTuple):
 def draw_operations(draw: Draw, policy: PolicyName, size: torch.Size) -> tuple[list[Group], Tensor]:
     """Draw a pair of operations for each image, and whether each of the two is done, with its probability.
 
-    Args:
-        draw: the keys of the images.
-        policy: for which dataset the policy was learned.
-        size: height and width of the images.
-
-    Returns:
-        The groups of the first stage, then of the second, and the numbers of their images, group after group.
+    Returns the groups of the first stage, then of the second, and the numbers of their images, group after group.
     """
     chosen = draw.integers(len(policy_pairs(policy)), Purpose.POLICY)
     groups: list[Group] = []
@@ -87,9 +82,7 @@ def auto_augment(images: Tensor, groups: list[Group], members: Tensor) -> Tensor
 
 
 @cache
-def policy_pairs(
-    policy: PolicyName,
-) -> list[tuple[tuple[str, float, int | None], tuple[str, float, int | None]]]:
+def policy_pairs(policy: PolicyName) -> list[tuple[tuple[str, float, int | None], tuple[str, float, int | None]]]:
     """Return the 25 pairs of (operation, probability, level or None) of a policy."""
     transforms = torchvision.transforms
     return list(transforms.AutoAugment(transforms.AutoAugmentPolicy(policy)).policies)
@@ -97,32 +90,10 @@ def policy_pairs(
 
 def apply_operation(images: Tensor, operation: str, strength: float) -> Tensor:
     """Return images (N, C, H, W) after one operation, with its signed strength in its own unit."""
-    result: Tensor
-    match operation:
-        case "ShearX" | "ShearY" | "TranslateX" | "TranslateY" | "Rotate":
-            source = _source_pixels(operation, strength, *images.shape[-2:], images.device)
-            result = F.pad(images.flatten(2), (1, 0))[..., source].view(images.shape)
-        case "Brightness":
-            result = tv.adjust_brightness(images, 1 + strength)
-        case "Color":
-            result = tv.adjust_saturation(images, 1 + strength)
-        case "Contrast":
-            result = tv.adjust_contrast(images, 1 + strength)
-        case "Sharpness":
-            result = tv.adjust_sharpness(images, 1 + strength)
-        case "Posterize":
-            result = tv.posterize(images, int(strength))
-        case "Solarize":
-            result = tv.solarize(images, strength)
-        case "AutoContrast":
-            result = tv.autocontrast(images)
-        case "Equalize":
-            result = _equalize(images)
-        case "Invert":
-            result = tv.invert(images)
-        case _:
-            raise ValueError(f"AutoAugment has no operation {operation!r}.")
-    return result
+    if operation in OF_COLORS:
+        return OF_COLORS[operation](images, strength)
+    source = _source_pixels(operation, strength, *images.shape[-2:], images.device)
+    return F.pad(images.flatten(2), (1, 0))[..., source].view(images.shape)
 
 
 @cache
@@ -157,6 +128,20 @@ def _equalize(images: Tensor) -> Tensor:
     table = F.pad(table, (1, 0))[..., :-1].clamp(0, 255)
     equalized = table.gather(2, values).to(torch.uint8).view(images.shape)
     return torch.where((step == 0)[..., None], images, equalized)
+
+
+OF_COLORS: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "Brightness": lambda images, strength: tv.adjust_brightness(images, 1 + strength),
+    "Color": lambda images, strength: tv.adjust_saturation(images, 1 + strength),
+    "Contrast": lambda images, strength: tv.adjust_contrast(images, 1 + strength),
+    "Sharpness": lambda images, strength: tv.adjust_sharpness(images, 1 + strength),
+    "Posterize": lambda images, strength: tv.posterize(images, int(strength)),
+    "Solarize": lambda images, strength: tv.solarize(images, strength),
+    "AutoContrast": lambda images, _: tv.autocontrast(images),
+    "Equalize": lambda images, _: _equalize(images),
+    "Invert": lambda images, _: tv.invert(images),
+}
+"""The operations that leave every pixel where it is."""
 
 
 def _strength(operation: str, level: int | None, size: torch.Size) -> float:

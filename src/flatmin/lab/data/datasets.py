@@ -34,6 +34,8 @@ FASHION_MNIST_FILES = {  # md5 of the uncompressed files: packages recompress th
     "t10k-labels-idx1-ubyte": "15d484375f8d13e6eb1aabb0c3f46965",
 }
 
+TrainAndTest = tuple[Images, Images]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
@@ -51,23 +53,11 @@ def load_dataset(data: Data, *, data_root: Path | None = None) -> Dataset:
     """Read, split and (if asked) relabel a dataset.
 
     The validation examples are set apart first, then the subset is drawn, then its labels are made noisy. The test
-    labels are not touched, nor (unless asked for) the validation set's.
-
-    Args:
-        data: which dataset, and how it is to be divided.
-        data_root: the first directory that is searched for it.
-
-    Raises:
-        DataError: it is missing or corrupt.
+    labels are not touched, nor (unless asked for) the validation set's. A DataError says what is missing or corrupt.
     """
     info = dataset_info(data.name)
-    train: Images
-    test: Images
     try:
-        if info.in_memory:
-            train, test = _in_memory(data, data_root)
-        else:
-            train, test = _as_files(data, data_root, data.image_size or info.size)
+        train, test = READERS.get(data.name, _as_files)(data, data_root)
     except MemoryError as error:
         raise DataError(f"{data.name} does not fit into memory, or one of its files is corrupt: {error}.") from error
     info = replace(info, num_classes=info.num_classes or int(max(train.labels.max(), test.labels.max())) + 1)
@@ -88,33 +78,26 @@ def load_dataset(data: Data, *, data_root: Path | None = None) -> Dataset:
     return Dataset(train=train.take(kept, labels), valid=valid, test=test, info=info, flipped=flipped)
 
 
-def _in_memory(data: Data, data_root: Path | None) -> tuple[MemoryImages, MemoryImages]:
-    match data.name:
-        case "digits":
-            images, labels = load_digits()
-            is_test = np.isin(np.arange(len(labels)), digits_test_indices(len(labels)))
-            return _memory(images[~is_test], labels[~is_test]), _memory(images[is_test], labels[is_test])
-        case "python-text":
-            return _memory(*load_python_text(train=True)), _memory(*load_python_text(train=False))
-        case "cifar10" | "cifar100":
-            return _cifar(data.name, data_root)
-        case "svhn":
-            return _svhn(data, data_root)
-        case "fashion-mnist":
-            return _fashion_mnist(data_root)
-    raise AssertionError(data.name)
+def _digits(data: Data, data_root: Path | None) -> TrainAndTest:
+    images, labels = load_digits()
+    is_test = np.isin(np.arange(len(labels)), digits_test_indices(len(labels)))
+    return _memory(images[~is_test], labels[~is_test]), _memory(images[is_test], labels[is_test])
+
+
+def _python_text(data: Data, data_root: Path | None) -> TrainAndTest:
+    return _memory(*load_python_text(train=True)), _memory(*load_python_text(train=False))
 
 
 def _memory(pixels: NDArray[np.uint8], labels: NDArray[np.int64]) -> MemoryImages:
     return MemoryImages(pixels=torch.from_numpy(np.ascontiguousarray(pixels)), labels=labels)
 
 
-def _cifar(name: str, data_root: Path | None) -> tuple[MemoryImages, MemoryImages]:
-    datasets = _torchvision_datasets()
+def _cifar(data: Data, data_root: Path | None) -> TrainAndTest:
+    datasets, name = _torchvision_datasets(), data.name
     kind = datasets.CIFAR10 if name == "cifar10" else datasets.CIFAR100
     root = find_or_download(name, data_root, lambda target: kind(target, download=True))
     checksums = [*kind.train_list, *kind.test_list, (kind.meta["filename"], kind.meta["md5"])]
-    check_files(name, root / kind.base_folder, [(file, md5) for file, md5 in checksums])
+    check_files(name, root / kind.base_folder, checksums)
 
     def read(train: bool) -> MemoryImages:
         part = kind(root, train=train)
@@ -123,7 +106,7 @@ def _cifar(name: str, data_root: Path | None) -> tuple[MemoryImages, MemoryImage
     return read(True), read(False)
 
 
-def _svhn(data: Data, data_root: Path | None) -> tuple[MemoryImages, MemoryImages]:
+def _svhn(data: Data, data_root: Path | None) -> TrainAndTest:
     kind = _torchvision_datasets().SVHN
     splits = ["train", "extra", "test"] if data.extra else ["train", "test"]
 
@@ -140,7 +123,7 @@ def _svhn(data: Data, data_root: Path | None) -> tuple[MemoryImages, MemoryImage
     return _memory(pixels, labels), _memory(parts["test"].data, parts["test"].labels)
 
 
-def _fashion_mnist(data_root: Path | None) -> tuple[MemoryImages, MemoryImages]:
+def _fashion_mnist(data: Data, data_root: Path | None) -> TrainAndTest:
     directory = find("fashion-mnist", data_root)
     if directory is None:
         kind = _torchvision_datasets().FashionMNIST
@@ -153,6 +136,13 @@ def _fashion_mnist(data_root: Path | None) -> tuple[MemoryImages, MemoryImages]:
         return _memory(pixels.reshape(-1, 1, 28, 28), labels.astype(np.int64))
 
     return part("train"), part("t10k")
+
+
+READERS = {
+    **{"digits": _digits, "python-text": _python_text, "cifar10": _cifar, "cifar100": _cifar, "svhn": _svhn},
+    "fashion-mnist": _fashion_mnist,
+}
+"""Of images that are kept in memory."""
 
 
 def _read_idx(directory: Path, name: str) -> NDArray[np.uint8]:
@@ -174,7 +164,8 @@ def _read_idx(directory: Path, name: str) -> NDArray[np.uint8]:
     return np.frombuffer(content, dtype=np.uint8, offset=4 * (1 + content[3])).copy()
 
 
-def _as_files(data: Data, data_root: Path | None, size: int) -> tuple[FileImages, FileImages]:
+def _as_files(data: Data, data_root: Path | None) -> TrainAndTest:
+    size = data.image_size or dataset_info(data.name).size
     pool = ThreadPoolExecutor(max_workers=_decoding_threads(), thread_name_prefix="decode")
     listings = (
         _class_folders(Path(data.name.removeprefix(FOLDER_PREFIX)))
@@ -267,9 +258,7 @@ def _class_folders(directory: Path) -> tuple[Listing, Listing]:
 
 
 def _path_itself(path: str | Path) -> str | Path:
-    # Given to torchvision as the image loader: it then tells file and class of each example, and decodes
-    # nothing.
-    return path
+    return path  # as torchvision's image loader, which then tells file and class of each example, and decodes nothing
 
 
 def _torchvision_datasets() -> Any:

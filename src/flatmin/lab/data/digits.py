@@ -17,10 +17,7 @@ NUM_TEST = 500
 
 def load_digits() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     """Return all images (1797, 1, 8, 8), scaled to 0 .. 255, and their classes (1797,)."""
-    with (
-        files(__package__).joinpath("digits.npz").open("rb") as file,
-        np.load(file, allow_pickle=False) as arrays,
-    ):
+    with files(__package__).joinpath("digits.npz").open("rb") as file, np.load(file, allow_pickle=False) as arrays:
         images, labels = arrays["images"], arrays["labels"]
     return (images[:, None].astype(np.int64) * 255 // 16).astype(np.uint8), labels.astype(np.int64)
 

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -23,23 +22,6 @@ AREA_RANGE = (0.08, 1.0)  # of the random resized crop
 RATIO_RANGE = (3 / 4, 4 / 3)
 CROP_TRIES = 10
 Box = tuple[float, float, float, float]  # left, top, right, bottom
-
-
-class Images(Protocol):
-    """A numbered set of images and their classes."""
-
-    @property
-    def labels(self) -> NDArray[np.int64]:
-        """The class of each image."""
-        ...
-
-    def fetch(self, draw: Draw, *, augment: bool) -> Tensor:
-        """Return the images with the numbers ``draw.examples``, uint8 (N, C, H, W)."""
-        ...
-
-    def take(self, indices: NDArray[np.int64], labels: NDArray[np.int64] | None = None) -> "Images":
-        """Return a set of some of the images, with other labels if given."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,11 +57,7 @@ class FileImages:
     pool: ThreadPoolExecutor
 
     def fetch(self, draw: Draw, *, augment: bool) -> Tensor:
-        """Return the images with these numbers, each cut and resized to the one size.
-
-        Raises:
-            DataError: a file is missing, truncated or no image.
-        """
+        """Return the images with these numbers, each cut and resized to the one size, uint8 (N, C, H, W)."""
         singles = [replace(draw, examples=draw.examples[i : i + 1]) for i in range(len(draw.examples))]
         random_crop = augment and self.random_crop
         arrays = self.pool.map(lambda one: self._decode(one, random_crop), singles)
@@ -100,11 +78,14 @@ class FileImages:
                 f"{path} cannot be read as an image: {error}. It is corrupt or incomplete: fetch it again, "
                 "or remove it from the dataset. Nothing was trained on it."
             ) from error
+        box: Box | None
         if random_crop:
             numbers = [float(draw.uniform(Purpose.RESIZED_CROP, k)[0]) for k in range(4 * CROP_TRIES)]
-            box: Box | None = random_crop_box(image.width, image.height, numbers)
+            box = random_crop_box(image.width, image.height, numbers)
+        elif self.crop_padding is None:
+            box = middle_box(image.width, image.height)
         else:
-            box = self._evaluated_box(image.width, image.height)
+            box = padded_middle_box(image.width, image.height, self.size, self.crop_padding)
         if self.crop_padding is not None:  # the reference code crops first: no pixel outside of the box takes part
             image, box = image.crop(box), None
         image = image.resize((self.size, self.size), FILTERS[self.resize], box=box)
@@ -112,10 +93,9 @@ class FileImages:
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         return np.asarray(image).transpose(2, 0, 1)
 
-    def _evaluated_box(self, width: int, height: int) -> Box:
-        if self.crop_padding is None:
-            return middle_box(width, height)
-        return padded_middle_box(width, height, self.size, self.crop_padding)
+
+Images = MemoryImages | FileImages
+"""A numbered set of images and their classes."""
 
 
 def middle_box(width: int, height: int) -> Box:
@@ -152,15 +132,8 @@ def padded_middle_box(width: int, height: int, size: int, padding: int) -> Box:
 def random_crop_box(width: int, height: int, numbers: Sequence[float]) -> Box:
     """Return a random box of 8 to 100 % of the area and a ratio of 3/4 to 4/3 (Szegedy et al., 2015).
 
-    Args:
-        width: of the image.
-        height: of the image.
-        numbers: four uniform numbers in [0, 1) for each of ten tries: area, logarithm of the ratio, left,
-            top.
-
-    Returns:
-        (left, top, right, bottom); where no try fits into the image, the largest middle box with an allowed
-        ratio.
+    It takes four uniform numbers for each of ten tries: area, logarithm of the ratio, left, top. If no try fits into
+    the image, it is the largest middle box with an allowed ratio.
     """
     low, high = (math.log(r) for r in RATIO_RANGE)
     for t in range(CROP_TRIES):

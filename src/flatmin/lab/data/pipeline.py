@@ -39,9 +39,9 @@ class Batch:
     """(n,), int64."""
     partner_labels: Tensor
     """(n,), the classes of the images that Mixup mixed in; equal to ``labels`` without."""
-    own_weight: float
+    own_weight: float = 1.0
     """Mixup's lambda: the part that ``labels`` have in image and loss; 1 without."""
-    share: float
+    share: float = 1.0
     """n times the number of workers, divided by the size of the global batch."""
 
     def split(self, parts: int) -> "list[Batch]":
@@ -93,15 +93,8 @@ class Pipeline:
     def _evaluation_batch(self, images: Images, number: int, examples: NDArray[np.int64]) -> Batch:
         pixels = images.fetch(Draw(seed=self.seed, epoch=0, examples=examples), augment=False)
         pixels, labels = copy_together([pixels, _labels(images, examples)], self.device)
-        return Batch(
-            number=number,
-            examples=examples,
-            inputs=self._resized(augment.normalize(pixels, self.mean, self.std)),
-            labels=labels,
-            partner_labels=labels,
-            own_weight=1.0,
-            share=1.0,
-        )
+        inputs = self._resized(augment.normalize(pixels, self.mean, self.std))
+        return Batch(number=number, examples=examples, inputs=inputs, labels=labels, partner_labels=labels)
 
     def _training_batch(self, images: Images, epoch: int, number: int, examples: NDArray[np.int64]) -> Batch:
         cuts = even_cuts(len(examples), self.num_workers)

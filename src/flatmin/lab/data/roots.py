@@ -32,34 +32,23 @@ def find(name: str, data_root: Path | None = None) -> Path | None:
 
     An empty directory of the right name does not count: a failed download leaves one.
     """
-    if name == "fashion-mnist":
-        return next((f for f in fashion_mnist_folders(data_root) if any(f.glob("train-images-idx3-ubyte*"))), None)
+    if name == "fashion-mnist":  # as torchvision puts its files, as its authors do, or as Debian does
+        places = [root / place for root in search_path(data_root) for place in ("FashionMNIST/raw", "fashion-mnist")]
+        folders = (*places, DEBIAN_FASHION_MNIST)
+        return next((folder for folder in folders if any(folder.glob("train-images-idx3-ubyte*"))), None)
     marker = DATASETS[name].marker
     return next((root for root in search_path(data_root) if _holds_something(root / marker)), None)
 
 
-def fashion_mnist_folders(data_root: Path | None = None) -> list[Path]:
-    """Return where Fashion-MNIST's files may be: as torchvision puts them, as its authors do, or as Debian does."""
-    places = ("FashionMNIST/raw", "fashion-mnist")
-    return [*(root / place for root in search_path(data_root) for place in places), DEBIAN_FASHION_MNIST]
-
-
 def find_or_download(name: str, data_root: Path | None, download: Callable[[Path], None] | None) -> Path:
-    """Return the directory that holds a dataset; fetch it if there is none.
+    """Return the directory that holds a dataset; fetch it if there is none and ``download`` is not None.
 
-    Args:
-        name: of the dataset, as in the catalogue.
-        data_root: the first directory to look in, and the one to download to.
-        download: fetches the dataset into a directory; None where nobody offers it.
-
-    Raises:
-        DataError: the dataset was not found and cannot be fetched; the message says which files to put where.
+    If that fails, a DataError says which files to put where.
     """
     info = DATASETS[name]
     roots = search_path(data_root)
-    for root in roots:
-        if _holds_something(root / info.marker):
-            return root
+    if present := [root for root in roots if _holds_something(root / info.marker)]:
+        return present[0]
     explicit = data_root is not None or os.environ.get(ENVIRONMENT_VARIABLE)
     target = roots[0] if explicit else roots[-1]
     reason = "It has to be fetched by hand."
@@ -98,11 +87,7 @@ def _holds_something(path: Path) -> bool:
 
 
 def check_files(name: str, directory: Path, checksums: Iterable[tuple[str, str]]) -> None:
-    """Compare files with their md5 checksums.
-
-    Raises:
-        DataError: a file is missing or differs; the message names it.
-    """
+    """Compare files with their md5 checksums; a DataError names one that is missing or differs."""
     for relative, md5 in checksums:
         path = directory / relative
         if not path.is_file():

@@ -21,11 +21,7 @@ _declared: torch.library.Library | None = None  # torch forgets the operators of
 
 
 def declare_missing_operators() -> bool:
-    """Declare the names that torchvision's import needs, if its compiled library cannot be loaded.
-
-    Returns:
-        Whether the names had to be declared.
-    """
+    """Declare the names that torchvision's import needs if its compiled library cannot be loaded; return whether so."""
     global _declared
     if _declared is None and not _compiled_library_loads():
         _declared = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]

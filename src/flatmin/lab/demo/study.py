@@ -91,12 +91,14 @@ def demo_experiments(seed: int) -> dict[tuple[float, str], Experiment]:
 
 def demo_jobs(scale: Scale, known: Known) -> dict[tuple[float, str], list[Job]]:
     """Return the models of all seeds, by noise rate and method; there is one scale."""
-    by_seed = {seed: demo_experiments(seed) for seed in SEEDS}
-    return {
-        (noise, method): [_job(by_seed[seed][noise, method], seed) for seed in SEEDS]
-        for noise in NOISE_RATES
-        for method in METHODS
-    }
+    jobs: dict[tuple[float, str], list[Job]] = {}
+    for seed in SEEDS:
+        for key, experiment in demo_experiments(seed).items():
+            drawn = seed == SEEDS[0] and experiment.epochs == EPOCHS
+            measurements = (SHARPNESS, CURVATURE, *((SPECTRUM, LANDSCAPE) if drawn else ()))
+            job = Job(experiment=experiment, seed=seed, measurements=measurements, curves=("test_error",))
+            jobs.setdefault(key, []).append(job)
+    return jobs
 
 
 def demo(scale: Scale, known: Known) -> Findings:
@@ -144,12 +146,6 @@ def verdict(noise: float, contrast: Contrast) -> Verdict:
         direction = "lower" if judged.status == "reproduced" else "higher"
         said = f"the test error of {sam} is {direction}: {change} ({test})."
     return replace(judged, evidence=f"With {_labels(noise)}, {said}")
-
-
-def _job(experiment: Experiment, seed: int) -> Job:
-    drawn = seed == SEEDS[0] and experiment.epochs == EPOCHS
-    measurements = (SHARPNESS, CURVATURE, *((SPECTRUM, LANDSCAPE) if drawn else ()))
-    return Job(experiment=experiment, seed=seed, measurements=measurements, curves=("test_error",))
 
 
 def _labels(noise: float) -> str:

@@ -12,7 +12,7 @@ from flatmin.lab.models.mlp import MLP
 from flatmin.lab.models.plain_cnn import PlainCNN
 from flatmin.lab.models.pyramidnet import PyramidNet
 from flatmin.lab.models.resnet_cifar import ResNetCifar, Shortcut
-from flatmin.lab.models.shake_shake import ShakeShakeNet
+from flatmin.lab.models.shake import ShakeShakeNet
 from flatmin.lab.models.vision_transformer import VisionTransformer
 from flatmin.lab.models.weights import load_weights
 from flatmin.lab.models.wide_resnet import WideResNet
@@ -23,13 +23,7 @@ from flatmin.lab.spec.models import check_model_name
 def build_model(model: Model, *, num_classes: int, in_channels: int = 3) -> nn.Module:
     """Return a freshly initialized model (from torch's generator), or one with a checkpoint's weights.
 
-    Args:
-        model: which model, and which checkpoint.
-        num_classes: outputs.
-        in_channels: color channels of the images.
-
-    Raises:
-        ModelError: timm has no such model, or the checkpoint cannot be used; the message says why.
+    A ModelError says why timm has no such model, or the checkpoint cannot be used.
     """
     network = _fresh(model, num_classes, in_channels)
     if model.design == "reference":

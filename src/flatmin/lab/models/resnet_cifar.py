@@ -14,13 +14,8 @@ Shortcut = Literal["identity", "projection", "none"]
 class BasicBlock(nn.Module):
     """Two 3x3 convolutions with batch norm, and a shortcut around them.
 
-    Args:
-        in_channels: of the input.
-        channels: of the output.
-        stride: of the first convolution.
-        shortcut: where the shape changes, ``identity`` takes every other pixel and fills up with zero
-            channels (option A), ``projection`` is a 1x1 convolution with batch norm (option B); ``none``
-            leaves the shortcut out everywhere.
+    Where the shape changes, ``identity`` takes every other pixel and fills up with zero channels (option A),
+    ``projection`` is a 1x1 convolution with batch norm (option B); ``none`` leaves the shortcut out everywhere.
     """
 
     def __init__(self, in_channels: int, channels: int, stride: int, shortcut: Shortcut) -> None:

@@ -1,4 +1,6 @@
-r"""The random coefficients of Shake-Shake (Gastaldi, 2017) and ShakeDrop (Yamada et al., 2019).
+r"""Shake-Shake networks (Gastaldi, 2017), and the random coefficients of both Shake-Shake and ShakeDrop.
+
+ShakeDrop (Yamada et al., 2019) is used by PyramidNets.
 
 Both multiply a branch by one random coefficient on the way forward and by another on the way back, drawn again
 for each image. The result is not a gradient of anything, so SAM's first pass, whose gradient decides where w +
@@ -8,10 +10,14 @@ eps lies, uses the same coefficient on both ways ("true gradient"), as the refer
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+
+from flatmin.lab.models.layers import conv3x3, initialize, three_groups
 
 
 class ForwardBackwardScale(torch.autograd.Function):
@@ -68,9 +74,6 @@ class ShakeDrop(RandomScale):
     :math:`b \sim \mathrm{Bernoulli}(p)`, :math:`\alpha \sim U(-1, 1)`, :math:`\beta \sim U(0, 1)`, for each
     image. With b = 1 the branch passes as it is. In evaluation it has the expected factor
     :math:`E[b + \alpha - b \alpha] = p`.
-
-    Args:
-        survival: p.
     """
 
     def __init__(self, survival: float) -> None:
@@ -98,3 +101,77 @@ def true_gradient(network: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.use_true_gradient = False
+
+
+class ShakeShortcut(nn.Module):
+    """The input and its shift by one pixel, at every other pixel, through 1x1 convolutions and norm.
+
+    In the reference code there is no ReLU before them, and the shift is also there at stride 1.
+    """
+
+    def __init__(self, in_channels: int, channels: int, stride: int, *, reference: bool = False) -> None:
+        super().__init__()
+        self.stride, self.reference = stride, reference
+        self.conv1 = nn.Conv2d(in_channels, channels // 2, 1, bias=False)
+        self.conv2 = nn.Conv2d(in_channels, channels - channels // 2, 1, bias=False)
+        self.norm = nn.BatchNorm2d(channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the shortcut's output."""
+        x = x if self.reference else F.relu(x)
+        # The second path sees the input one pixel further: no pixel is lost.
+        shifted = F.pad(x[:, :, 1:, 1:], (0, 1, 0, 1)) if self.stride > 1 or self.reference else x
+        first = self.conv1(x[:, :, :: self.stride, :: self.stride])
+        second = self.conv2(shifted[:, :, :: self.stride, :: self.stride])
+        out: Tensor = self.norm(torch.cat([first, second], dim=1))
+        return out
+
+
+class ShakeBlock(nn.Module):
+    """Two branches of ReLU, convolution, norm, ReLU, convolution, norm, mixed, on top of the shortcut."""
+
+    def __init__(self, in_channels: int, channels: int, stride: int, *, reference: bool = False) -> None:
+        super().__init__()
+        self.branch1 = self._branch(in_channels, channels, stride)
+        self.branch2 = self._branch(in_channels, channels, stride)
+        self.shake = ShakeShake()
+        self.shortcut: nn.Module | None = None
+        if stride != 1 or in_channels != channels:
+            self.shortcut = ShakeShortcut(in_channels, channels, stride, reference=reference)
+
+    @staticmethod
+    def _branch(in_channels: int, channels: int, stride: int) -> nn.Module:
+        return nn.Sequential(
+            nn.ReLU(),
+            conv3x3(in_channels, channels, stride),
+            nn.BatchNorm2d(channels),
+            nn.ReLU(),
+            conv3x3(channels, channels),
+            nn.BatchNorm2d(channels),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the block's output."""
+        mixed = self.shake(self.branch1(x), self.branch2(x))
+        out: Tensor = mixed + (x if self.shortcut is None else self.shortcut(x))
+        return out
+
+
+class ShakeShakeNet(nn.Module):
+    """Depth 6 n + 2 ("26 2x96d"): three groups of n blocks with width, 2 width and 4 width channels."""
+
+    def __init__(
+        self, depth: int, width: int, *, num_classes: int, in_channels: int = 3, reference: bool = False
+    ) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = conv3x3(in_channels, 16), nn.BatchNorm2d(16)
+        widths, block = (width, 2 * width, 4 * width), partial(ShakeBlock, reference=reference)
+        self.blocks = three_groups(16, widths, (depth - 2) // 6, block)
+        self.head = nn.Linear(widths[-1], num_classes)
+        initialize(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits (N, num_classes) of images (N, C, H, W)."""
+        features = F.relu(self.blocks(self.norm1(self.conv1(x))))
+        logits: Tensor = self.head(features.mean((2, 3)))
+        return logits

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from flatmin.lab.errors import ModelError
 
-PREFIXES = ("module.", "_orig_mod.")  # what DistributedDataParallel and torch.compile put in front of names
 WRAPPERS = ("state_dict", "model", "network")  # under which training scripts keep the weights
 
 
@@ -21,17 +20,9 @@ NEW_HEAD_STD = 0.01
 def load_weights(
     network: nn.Module, path: str, *, head: str, head_choice: Literal["auto", "new", "keep"] = "auto"
 ) -> None:
-    """Load a checkpoint file into a model, in place.
+    """Load a checkpoint file into a model, in place; its last layer is called ``head``.
 
-    Args:
-        network: gets the weights; its last layer, if it is new, gets small random weights from torch's generator.
-        path: a .safetensors file, or one of torch's.
-        head: the name of the last layer.
-        head_choice: ``new`` starts the last layer afresh, ``keep`` takes the file's, ``auto`` takes the
-            file's where its shape is the same.
-
-    Raises:
-        ModelError: the file is missing, corrupt, or belongs to another model.
+    A new last layer gets small random weights from torch's generator; ``auto`` makes one if its shape differs.
     """
     weights = _rename_like(network, read_weights(path))
     own = network.state_dict()
@@ -58,11 +49,7 @@ def load_weights(
 
 
 def read_weights(path: str) -> dict[str, Tensor]:
-    """Return the named tensors of a file.
-
-    Raises:
-        ModelError: the file is missing or corrupt, or holds anything but tensors.
-    """
+    """Return the named tensors of a file; a ModelError says why it cannot be used."""
     if not Path(path).is_file():
         raise ModelError(
             f"model.checkpoint: there is no file {path}. Give the path of a file of weights (.safetensors or "
@@ -88,24 +75,18 @@ def read_weights(path: str) -> dict[str, Tensor]:
         raise ModelError(
             f"model.checkpoint: {path} does not map names to tensors (dense, not quantized, not on `meta`)."
         )
-    return {_without_prefixes(name): tensor for name, tensor in content.items()}
+    # What DistributedDataParallel and torch.compile put in front of names.
+    return {name.removeprefix("module.").removeprefix("_orig_mod."): tensor for name, tensor in content.items()}
 
 
 def _fits(tensor: Tensor, own: Tensor) -> bool:
     """Return whether a tensor has the shape of one of the model's, and real numbers where that one has them."""
-    return (
-        tensor.shape == own.shape and tensor.is_floating_point() == own.is_floating_point() and not tensor.is_complex()
-    )
+    is_real = tensor.is_floating_point() == own.is_floating_point() and not tensor.is_complex()
+    return tensor.shape == own.shape and is_real
 
 
 def _is_plain(value: object) -> bool:
     return isinstance(value, Tensor) and value.layout == torch.strided and not (value.is_quantized or value.is_meta)
-
-
-def _without_prefixes(name: str) -> str:
-    for prefix in PREFIXES:
-        name = name.removeprefix(prefix)
-    return name
 
 
 def _rename_like(network: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -13,14 +13,8 @@ class WideBlock(nn.Module):
     """Norm, ReLU, convolution, twice, on top of the identity (or a 1x1 convolution where the shape changes).
 
     Without batch norm the convolutions have biases, and the residual branch is multiplied by a learned scalar that
-    starts at 0 (SkipInit: De and Smith, 2020), so every block starts as its shortcut.
-
-    Args:
-        in_channels: of the input.
-        channels: of the output.
-        stride: of the first convolution.
-        batch_norm: see above.
-        pooled_shortcut: where the shape changes, the shortcut is average pooling and zero channels (no convolution).
+    starts at 0 (SkipInit: De and Smith, 2020), so every block starts as its shortcut. A pooled shortcut is average
+    pooling and zero channels where the shape changes.
     """
 
     activate_first = False
@@ -57,15 +51,9 @@ class WideBlock(nn.Module):
 class WideResNet(nn.Module):
     """WRN-depth-width: three groups of (depth - 4) / 6 blocks with 16, 32 and 64 times ``width`` channels.
 
-    Args:
-        depth: 6 n + 4.
-        width: factor of the channels.
-        num_classes: outputs.
-        in_channels: color channels.
-        batch_norm: False gives the model of the paper's Hessian figure, which has no batch norm. The paper
-            does not say how it was started; this one starts as in SkipInit with Fixup's factors, which is ours.
-        reference: the shortcuts of the paper's reference code: average pooling and zero channels where the shape
-            changes, and the first block activates before its shortcut branches off.
+    Without batch norm it is the model of the paper's Hessian figure. The paper does not say how that was started; this
+    one starts as in SkipInit with Fixup's factors, which is ours. With ``reference`` it has the shortcuts of the
+    paper's reference code: pooled, and the first block activates before its shortcut branches off.
     """
 
     def __init__(

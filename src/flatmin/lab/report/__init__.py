@@ -10,7 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from flatmin.lab.report.content import report_content
@@ -33,10 +33,13 @@ def write_report(findings: Sequence[Findings], *, known: Records, out: Path, tit
     for picture in (content["overview"]["picture"], *pictures):
         if picture is not None:
             _write(out / picture["file"], picture["content"])
-    _write(out / "report.md", markdown_page(content))
+    text = _template("report.md", finalize=_markdown).render(content)
+    _write(out / "report.md", re.sub(r"\n{3,}", "\n\n", text).strip() + "\n")
     if not html:
         return out / "report.md"
-    _write(out / "index.html", html_page(content))
+    # One file that loads nothing and runs no script.
+    style = files("flatmin.lab.report").joinpath("templates/page.css").read_text(encoding="utf-8")
+    _write(out / "index.html", _template("page.html").render(content, style=Markup(style)))
     return out / "index.html"
 
 
@@ -46,23 +49,14 @@ def _write(path: Path, text: str) -> None:
     write_atomic(path, text)
 
 
-def html_page(content: dict[str, Any]) -> str:
-    """Return the page: one file that loads nothing and runs no script."""
-    style = files("flatmin.lab.report").joinpath("templates/page.css").read_text(encoding="utf-8")
-    return _environment().get_template("page.html").render(content, style=Markup(style))
-
-
-def markdown_page(content: dict[str, Any]) -> str:
-    """Return the report in Markdown, for repositories; figures are files next to it."""
-    text = _environment(finalize=_markdown).get_template("report.md").render(content)
-    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
-
-
-def _environment(**options: Any) -> Environment:
-    loader = PackageLoader("flatmin.lab.report")
-    return Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, **options
-    )
+def _template(name: str, **options: Any) -> Template:
+    look: dict[str, Any] = {
+        "autoescape": True,
+        "undefined": StrictUndefined,
+        "trim_blocks": True,
+        "lstrip_blocks": True,
+    }
+    return Environment(loader=PackageLoader("flatmin.lab.report"), **look, **options).get_template(name)
 
 
 def _markdown(value: object) -> Markup:

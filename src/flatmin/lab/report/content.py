@@ -11,15 +11,7 @@ from flatmin.lab.report.figures import ForestFigure, inline_svg, standalone_svg,
 from flatmin.lab.report.runs import ERRORS, environment_of, error_of, named_runs, num_missing, session_text
 from flatmin.lab.report.tables import NOTHING, effect_text, number_text, plural, setting_text, shown_table
 from flatmin.lab.runs.record import RunRecord
-from flatmin.lab.studies.findings import (
-    Cell,
-    Comparison,
-    Findings,
-    LineFigure,
-    SurfaceFigure,
-    Verdict,
-    VerdictStatus,
-)
+from flatmin.lab.studies.findings import Cell, Comparison, Findings, LineFigure, SurfaceFigure, Verdict, VerdictStatus
 from flatmin.lab.studies.statistics import SIGNIFICANT, Interval, p_text
 from flatmin.lab.sweeps.progress import time_text
 

@@ -71,7 +71,7 @@ def inline_svg(text: str, title: str, name: str) -> Markup:
 
 
 def standalone_svg(text: str) -> str:
-    """Return an SVG for a file: on white, because the file does not know what is behind it."""
+    """Return an SVG for a file: on white, because the background is not known."""
     return re.sub(r"(<svg[^>]*>)", r'\1<rect width="100%" height="100%" fill="#fff"/>', text, count=1)
 
 

@@ -18,14 +18,7 @@ from typing import Any
 import torch
 
 from flatmin.lab.errors import StorageError
-from flatmin.lab.runs.json_files import (
-    TEMPORARY_SUFFIX,
-    open_own,
-    remove_temporary_files,
-    run_id,
-    storing,
-    to_disk,
-)
+from flatmin.lab.runs.json_files import TEMPORARY_SUFFIX, open_own, remove_temporary_files, run_id, storing, to_disk
 
 PATTERN = re.compile(r"step-(\d{8,})-([0-9a-f]{16})\.pt")
 NUM_KEPT = 2
@@ -33,11 +26,7 @@ State = dict[str, Any]
 
 
 def save_checkpoint(directory: Path, step: int, state: State) -> Path:
-    """Write a checkpoint atomically and remove all but it and the latest intact one of the others.
-
-    Raises:
-        StorageError: the disk is full or the directory not writable; earlier checkpoints are unchanged.
-    """
+    """Write a checkpoint atomically and remove all but it and the latest intact one of the others."""
     path = _save(directory, f"step-{step:08d}", f"The checkpoint of step {step}", state)
     others = [other for other in checkpoints(directory) if other.name != path.name]
     if len(others) >= NUM_KEPT:
@@ -50,22 +39,16 @@ def save_checkpoint(directory: Path, step: int, state: State) -> Path:
 
 
 def save_epoch_weights(directory: Path, epoch: int, weights: State) -> Path:
-    """Write the weights after an epoch, to be kept.
-
-    Raises:
-        StorageError: the disk is full or the directory not writable.
-    """
+    """Write the weights after an epoch, to be kept."""
     with storing(directory, "Free some disk space, and rerun the command to resume."):
         directory.mkdir(exist_ok=True)
     return _save(directory, f"epoch-{epoch:06d}", f"The weights of epoch {epoch}", {"epoch": epoch, "model": weights})
 
 
 def latest_checkpoint(directory: Path, check: Callable[[State], None] | None = None) -> State | None:
-    """Return the latest usable checkpoint, its tensors on the CPU, or None. Each corrupt one is skipped with a warning.
+    """Return the latest usable checkpoint, its tensors on the CPU, or None; skip each corrupt one with a warning.
 
-    Args:
-        directory: where the checkpoints are.
-        check: raises a ValueError if the run cannot resume from a state.
+    ``check`` raises a ValueError if the run cannot resume from a state.
     """
     for path in checkpoints(directory):
         try:
@@ -85,11 +68,7 @@ def find_state(directory: Path, stem: str) -> Path | None:
 
 
 def read_state(path: Path) -> State:
-    """Read what was saved, once, with its tensors on the CPU.
-
-    Raises:
-        ValueError: the file is missing or corrupt, or belongs to another run.
-    """
+    """Read what was saved, with its tensors on the CPU; a ValueError says why it is not this run's, or corrupt."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -104,7 +83,7 @@ def read_state(path: Path) -> State:
         raise ValueError("it does not hold the state of a run")
     if state["run"] != run_id(path):
         raise ValueError(f"it belongs to the run {state['run']}")
-    return state | {"checksum": _checksum_in_name(path)}
+    return state
 
 
 def checkpoints(directory: Path) -> list[Path]:
@@ -119,16 +98,11 @@ def checkpoints(directory: Path) -> list[Path]:
 
 def latest_step(directory: Path) -> int:
     """Return the step of the latest checkpoint by its name alone; 0 if there is none."""
-    steps = [int(match[1]) for path in directory.glob("step-*.pt") if (match := PATTERN.fullmatch(path.name))]
-    return max(steps, default=0)
+    return max((int(match[1]) for path in directory.glob("*.pt") if (match := PATTERN.fullmatch(path.name))), default=0)
 
 
 def prepare_directory(directory: Path, needed_bytes: int) -> None:
-    """Create a directory, without what a killed run left half-written, and check that three checkpoints fit into it.
-
-    Raises:
-        StorageError: it cannot be created or written to, or the disk has too little room.
-    """
+    """Create a directory, without what a killed run left half-written, and check that three checkpoints fit into it."""
     with storing(directory, "Choose another directory with --runs."):
         directory.mkdir(parents=True, exist_ok=True)
         remove_temporary_files(directory)

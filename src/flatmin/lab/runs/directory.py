@@ -7,19 +7,17 @@ problem.json, tensorboard/, checkpoints/, weights/, measures/, lock.
 A sweep writes ``problem.json`` for a run whose loss diverged, and skips that run until the file is deleted.
 """
 
-import json
 import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from flatmin.lab.errors import CorruptFileError, RunError, RunLockedError, SpecError
-from flatmin.lab.runs.environment import check_sessions, environment, read_sessions
+from flatmin.lab.runs.environment import check_sessions
 from flatmin.lab.runs.history import Metrics as Metrics
 from flatmin.lab.runs.history import read_history
 from flatmin.lab.runs.json_files import (
-    append,
     open_own,
     read_file,
     read_json,
@@ -74,14 +72,7 @@ class RunDirectory:
     def open(self, num_workers: int | None = None) -> None:
         """Lock the directory for this process, and write the spec or check the existing one.
 
-        Args:
-            num_workers: how many workers are about to train; None if none.
-
-        Raises:
-            StorageError: the directory is not writable.
-            RunLockedError: another process is working on it.
-            RunError: it belongs to another experiment, or has the result of another number of workers.
-            CorruptFileError: one of its files cannot be used.
+        ``num_workers`` are about to train, none if None; the result of another number of them is a RunError.
         """
         with storing(self.path, CHOOSE_RUNS):
             try:
@@ -108,33 +99,12 @@ class RunDirectory:
             self._lock = None
 
     def result(self, num_workers: int | None = None) -> Result | None:
-        """Return the result if the run is finished. Nothing is written.
-
-        Args:
-            num_workers: how many workers ask for it; None if that does not matter.
-
-        Raises:
-            RunError: it is the result of another experiment or of another number of workers.
-            CorruptFileError: a file cannot be used.
-        """
+        """Return the result if the run is finished, unless another number of workers asks for it (a RunError)."""
         if not is_finished(self.path):
             return None
         if num_workers is not None:
             check_sessions(self.path, num_workers, True)
         return read_result(self.path)
-
-    def add_speed(self, line: Metrics) -> None:
-        """Append how fast an epoch was to speed.jsonl."""
-        append(self.path / "speed.jsonl", json.dumps(line) + "\n")
-
-    def write_noise(self, rate: float, seed: int, flipped: list[int]) -> None:
-        """Record which training labels were flipped."""
-        content = {"rate": rate, "seed": seed, "num_flipped": len(flipped), "flipped": flipped}
-        write_json(self.path / "label_noise.json", content, indent=None)
-
-    def add_environment(self, facts: dict[str, Any]) -> None:
-        """Record where a session of the run takes place: versions, hardware, commit, inputs."""
-        write_json(self.path / "environment.json", {"sessions": [*read_sessions(self.path), environment() | facts]})
 
     def write_problem(self, problem: str) -> None:
         """Record why the run failed; its directory need not exist."""
@@ -161,12 +131,7 @@ def is_finished(path: Path) -> bool:
 
 
 def read_result(path: Path) -> Result:
-    """Read a finished run from its directory.
-
-    Raises:
-        RunError: there is no finished run.
-        CorruptFileError: a file cannot be used, or belongs to another run.
-    """
+    """Read a finished run from its directory."""
     try:
         experiment, content = read_spec(path), read_json(path / "result.json")
     except FileNotFoundError as error:
@@ -183,12 +148,7 @@ def read_result(path: Path) -> Result:
 
 
 def read_spec(path: Path) -> Experiment:
-    """Read the experiment of a run from its directory, whose name has the experiment's hash.
-
-    Raises:
-        FileNotFoundError: it has no spec.
-        CorruptFileError: the spec cannot be used, or belongs to another run.
-    """
+    """Read the experiment of a run from its directory, whose name has the experiment's hash."""
     file = path / "spec.json"
     try:
         experiment = Experiment.from_json(read_file(file).decode())
@@ -210,24 +170,8 @@ def run_seed(path: Path) -> int | None:
     return None if run is None else int(run.partition("-seed")[2])
 
 
-def read_problem(path: Path) -> str | None:
-    """Return why a run failed; None if it did not.
-
-    Raises:
-        CorruptFileError: the file cannot be used.
-    """
-    try:
-        return str(read_json(path / PROBLEM_FILE).get("problem", ""))
-    except FileNotFoundError:
-        return None
-
-
 def last_metrics(path: Path) -> Metrics:
-    """Return the metrics of the last epoch that a run has completed; none if there is none.
-
-    Raises:
-        CorruptFileError: a file cannot be used.
-    """
+    """Return the metrics of the last epoch that a run has completed; none if there is none."""
     history = read_result(path).history if is_finished(path) else read_history(path)
     return history[-1] if history else {}
 

@@ -40,24 +40,14 @@ def run_id(path: Path) -> str | None:
 
 
 def write_json(path: Path, content: dict[str, Any], *, indent: int | None = 2) -> None:
-    """Write an object with its run and its checksum; numbers that JSON does not have become null.
-
-    Raises:
-        StorageError: the file cannot be written; the previous one is unchanged.
-    """
+    """Write an object with its run and its checksum; numbers that JSON does not have become null."""
     run = run_id(path)
     content = finite(content) | ({} if run is None else {"run": run})
     write_atomic(path, json.dumps(content | {"checksum": _checksum(content)}, indent=indent) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read what `write_json` wrote.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        CorruptFileError: the file cannot be read, is not a JSON object, its checksum differs, or it belongs to another
-            run.
-    """
+    """Read what `write_json` wrote."""
     try:
         content = json.loads(read_file(path))
     except (ValueError, RecursionError) as error:
@@ -72,12 +62,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_file(path: Path) -> bytes:
-    """Return the content of one of a run's files.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        CorruptFileError: the file cannot be read.
-    """
+    """Return the content of one of a run's files."""
     try:
         return path.read_bytes()
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -89,11 +74,7 @@ def read_file(path: Path) -> bytes:
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write a file that is complete or absent.
-
-    Raises:
-        StorageError: the file cannot be written; the previous one is unchanged.
-    """
+    """Write a file that is complete or absent."""
     temporary = path.with_suffix(TEMPORARY_SUFFIX)
     try:
         with open_own(temporary, "wb") as file:
@@ -107,11 +88,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 
 def append(path: Path, line: str) -> None:
-    """Add a line to a file, in one write that reaches the disk.
-
-    Raises:
-        StorageError: the file cannot be written; its other lines are unchanged.
-    """
+    """Add a line to a file, in one write that reaches the disk."""
     with storing(path, "What was saved before is unchanged."), open_own(path, "ab") as file:
         file.write(line.encode())
         to_disk(file)

@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 from flatmin.lab.errors import CorruptFileError, RunError, SpecError
 from flatmin.lab.runs.directory import (
+    PROBLEM_FILE,
     Metrics,
     is_finished,
-    read_problem,
     read_result,
     read_spec,
     run_directories,
@@ -24,7 +24,7 @@ from flatmin.lab.runs.directory import (
 from flatmin.lab.runs.environment import read_sessions
 from flatmin.lab.runs.json_files import read_json, write_atomic
 from flatmin.lab.spec.experiment import Experiment
-from flatmin.lab.spec.fields import build, finite, plain
+from flatmin.lab.spec.fields import build, finite, map_leaves, plain
 
 State = Literal["finished", "failed", "not finished", "missing", "not readable", "planned"]
 MeasurementResult = dict[str, Any]
@@ -77,8 +77,7 @@ class RunRecord:
 class Records(dict[str, RunRecord]):
     """Runs by name, each read from its directory when it is first asked for; one that does not exist is "missing".
 
-    Args:
-        runs: a directory of runs, or one with ``runs.jsonl``; None for no runs at all.
+    They are in a directory of runs, or in ``runs.jsonl`` there.
     """
 
     def __init__(self, runs: Path | None = None) -> None:
@@ -95,11 +94,7 @@ class Records(dict[str, RunRecord]):
 
 
 def all_records(runs: Path) -> Records:
-    """Return every run of a directory, by name.
-
-    Raises:
-        RunError: there is none.
-    """
+    """Return every run of a directory, by name; a RunError if there is none."""
     known = Records(runs)
     if not known:
         for path in run_directories(runs):
@@ -126,41 +121,33 @@ class PlannedRecords(Records):
 def read_record(name: str, runs: Path) -> RunRecord:
     """Return what the directory of a run says; nothing is raised over the content of a file."""
     path = runs / name
-    # A name is that of a directory in `runs`: anything else would read files elsewhere.
+    # A name is a directory in `runs`: anything else would read files elsewhere.
     if Path(name).name != name or name in ("", "..") or not path.is_dir():
         return RunRecord(name=name, state="missing")
     facts: dict[str, Any] = {"name": name, "seed": run_seed(path)}
     try:
         facts["experiment"] = read_spec(path) if (path / "spec.json").exists() else None
         facts["sessions"] = read_sessions(path)
-        problem = read_problem(path)
+        problem = read_json(path / PROBLEM_FILE) if (path / PROBLEM_FILE).exists() else None
         if is_finished(path):
             result = read_result(path)
             facts |= {"history": result.history, "time_seconds": result.time_seconds}
             facts["measured"] = {file.stem: read_measurement(file) for file in sorted(path.glob("measures/*.json"))}
         if problem is not None:
-            return RunRecord(**facts, state="failed", reason=without_paths(problem))
+            return RunRecord(**facts, state="failed", reason=without_paths(str(problem.get("problem", ""))))
         return RunRecord(**facts, state="finished" if is_finished(path) else "not finished")
     except (OSError, RunError) as error:
         return RunRecord(**facts, state="not readable", reason=without_paths(str(error)))
 
 
 def read_measurement(file: Path) -> MeasurementResult:
-    """Return what was measured; in curves and grids a null is a number that is not finite.
-
-    Raises:
-        CorruptFileError: the file cannot be used, or is another run's.
-    """
+    """Return what was measured; in curves and grids a null is a number that is not finite."""
     numbers: MeasurementResult = _with_nan(read_json(file))
     return numbers
 
 
 def read_records(results: Path) -> dict[str, RunRecord]:
-    """Read RESULTS/runs.jsonl and RESULTS/environments.json.
-
-    Raises:
-        CorruptFileError: one of them cannot be used.
-    """
+    """Read RESULTS/runs.jsonl and RESULTS/environments.json; a CorruptFileError names the one that cannot be used."""
     file = results / RUNS_FILE
     try:
         environments = json.loads((results / ENVIRONMENTS_FILE).read_bytes())
@@ -173,10 +160,7 @@ def read_records(results: Path) -> dict[str, RunRecord]:
 def write_records(results: Path, records: Iterable[RunRecord], curves: dict[str, tuple[str, ...]]) -> None:
     """Write RESULTS/runs.jsonl, one line per run, sorted by name, and the environments that the lines refer to.
 
-    Args:
-        results: the directory.
-        records: finished and failed runs.
-        curves: by the names of runs, the metrics to keep of every epoch; of the others the last epoch is kept.
+    ``curves`` says by the names of runs which metrics to keep of every epoch; of the others the last epoch is kept.
     """
     environments: dict[str, int] = {}
     lines = []
@@ -198,10 +182,9 @@ def write_records(results: Path, records: Iterable[RunRecord], curves: dict[str,
             line["metrics"] = record.metrics
             drawn = ("epoch", *curves.get(record.name, ()))
             line["curves"] = {key: [epoch.get(key) for epoch in record.history] for key in drawn if len(drawn) > 1}
-            line["measured"] = record.measured
-        # What was measured is rounded. The spec is exact, because the run's name is its hash, and so are the metrics,
-        # because ties between runs decide ranks.
-        line["measured"] = _rounded(line.get("measured", {}))
+            # What was measured is rounded. The spec is exact, because the run's name is its hash, and so are the
+            # metrics, because ties between runs decide ranks.
+            line["measured"] = map_leaves(_rounded, record.measured)
         kept = {key: finite(value) for key, value in line.items() if value not in ({}, [])}
         lines.append(json.dumps(kept, separators=(",", ":"), ensure_ascii=False) + "\n")
     write_atomic(results / RUNS_FILE, "".join(lines))
@@ -237,19 +220,11 @@ def without_paths(value: Any) -> Any:
         >>> without_paths("cannot write /home/ada/runs/x.json: folder:/data/birds, timm/x")
         'cannot write …/x.json: folder:…/birds, timm/x'
     """
-    if isinstance(value, dict):
-        return {key: without_paths(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [without_paths(inner) for inner in value]
-    return _ABSOLUTE.sub(r"…/\1", value) if isinstance(value, str) else value
+    return map_leaves(lambda leaf: _ABSOLUTE.sub(r"…/\1", leaf) if isinstance(leaf, str) else leaf, value)
 
 
-def _rounded(tree: Any) -> Any:
-    if isinstance(tree, dict):
-        return {name: _rounded(value) for name, value in tree.items()}
-    if isinstance(tree, list):
-        return [_rounded(value) for value in tree]
-    return float(f"{tree:.{DIGITS}g}") if isinstance(tree, float) else tree
+def _rounded(leaf: Any) -> Any:
+    return float(f"{leaf:.{DIGITS}g}") if isinstance(leaf, float) else leaf
 
 
 def _with_nan(tree: Any) -> Any:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -11,11 +11,7 @@ from flatmin.lab.errors import SpecError
 
 
 def build(kind: Any, tree: object, path: str) -> Any:
-    """Return a dataclass built from JSON's objects, inner dataclasses included.
-
-    Raises:
-        SpecError: a field is unknown or has a value that is not allowed.
-    """
+    """Return a dataclass built from JSON's objects, inner dataclasses included; a SpecError names a bad field."""
     if not isinstance(tree, dict):
         raise SpecError(f"{path or 'The spec'} must be a JSON object, got {tree!r}.")
     hints: dict[str, Any] = get_type_hints(kind)
@@ -56,11 +52,14 @@ def finite(tree: Any) -> Any:
         >>> finite({"loss": [0.5, math.inf], "error": math.nan})
         {'loss': [0.5, None], 'error': None}
     """
+    return map_leaves(lambda leaf: None if isinstance(leaf, float) and not math.isfinite(leaf) else leaf, tree)
+
+
+def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Apply a function to all that is neither an object nor a list of JSON."""
     if isinstance(tree, dict):
-        return {name: finite(value) for name, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return [finite(value) for value in tree]
-    return None if isinstance(tree, float) and not math.isfinite(tree) else tree
+        return {name: map_leaves(function, value) for name, value in tree.items()}
+    return [map_leaves(function, value) for value in tree] if isinstance(tree, list | tuple) else function(tree)
 
 
 def conform(spec: Any) -> None:

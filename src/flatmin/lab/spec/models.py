@@ -1,18 +1,64 @@
 """The names of models: which there are, and what the numbers in them mean. Needs neither torch nor timm."""
 
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class ParsedName(NamedTuple):
+    """A model's family and the numbers of its name."""
+
+    family: str
+    depth: int = 0
+    width: int = 0
+    alpha: int = 0
+    patch_size: int = 0
+    variant: str = ""
+    timm_name: str = ""
+
+
+class Family(NamedTuple):
+    """The names of one family: what they look like, and which numbers are allowed."""
+
+    pattern: str
+    is_valid: Callable[[ParsedName], bool] = lambda _: True
+    allowed: str = ""
+
 
 FAMILIES = {
-    "wrn": r"wrn-(?P<depth>\d+)-(?P<width>\d+)",
-    "resnet": r"resnet-(?P<depth>20|32|44|56|110)(?:-(?P<variant>projection|noshort))?",
-    "shake-shake": r"shake-shake-(?P<depth>\d+)-2x(?P<width>\d+)d",
-    "pyramidnet": r"pyramidnet-(?P<depth>\d+)-(?P<alpha>\d+)(?:-(?P<variant>shakedrop))?",
-    "cnn": r"cnn-(?P<width>\d+)",
-    "vit": r"vit-(?P<depth>\d+)-(?P<width>\d+)-(?P<patch_size>\d+)",
-    "mlp": r"mlp-(?P<depth>\d+)-(?P<width>\d+)",
-    "char-transformer": r"char-transformer-(?P<depth>\d+)-(?P<width>\d+)",
-    "timm": r"timm/(?P<name>[\w.]+)",
+    "wrn": Family(
+        r"wrn-(?P<depth>\d+)-(?P<width>\d+)",
+        lambda name: name.depth >= 10 and (name.depth - 4) % 6 == 0 and name.width >= 1,
+        "wrn-DEPTH-WIDTH with DEPTH = 6 n + 4 (10, 16, 22, 28, 40, ...) and WIDTH at least 1",
+    ),
+    "resnet": Family(r"resnet-(?P<depth>20|32|44|56|110)(?:-(?P<variant>projection|noshort))?"),
+    "shake-shake": Family(
+        r"shake-shake-(?P<depth>\d+)-2x(?P<width>\d+)d",
+        lambda name: name.depth >= 8 and (name.depth - 2) % 6 == 0 and name.width >= 1,
+        "shake-shake-DEPTH-2xWIDTHd with DEPTH = 6 n + 2 (8, 14, 20, 26, ...) and WIDTH at least 1",
+    ),
+    "pyramidnet": Family(
+        r"pyramidnet-(?P<depth>\d+)-(?P<alpha>\d+)(?:-(?P<variant>shakedrop))?",
+        lambda name: name.depth >= 11 and (name.depth - 2) % 9 == 0 and name.alpha >= 1,
+        "pyramidnet-DEPTH-ALPHA with DEPTH = 9 n + 2 (11, 20, 29, ..., 272) and ALPHA at least 1",
+    ),
+    "cnn": Family(r"cnn-(?P<width>\d+)", lambda name: name.width >= 1, "cnn-WIDTH with WIDTH at least 1"),
+    "vit": Family(
+        r"vit-(?P<depth>\d+)-(?P<width>\d+)-(?P<patch_size>\d+)",
+        lambda name: min(name.depth, name.width, name.patch_size) >= 1 and name.width % 32 == 0,
+        "vit-DEPTH-WIDTH-PATCH with DEPTH and PATCH at least 1 and WIDTH a multiple of 32",
+    ),
+    "mlp": Family(
+        r"mlp-(?P<depth>\d+)-(?P<width>\d+)",
+        lambda name: min(name.depth, name.width) >= 1,
+        "mlp-DEPTH-WIDTH with DEPTH and WIDTH at least 1",
+    ),
+    "char-transformer": Family(
+        r"char-transformer-(?P<depth>\d+)-(?P<width>\d+)",
+        lambda name: min(name.depth, name.width) >= 1 and name.width % 32 == 0,
+        "char-transformer-DEPTH-WIDTH with DEPTH at least 1 and WIDTH a multiple of 32",
+    ),
+    "timm": Family(r"timm/(?P<timm_name>[\w.]+)"),
 }
 
 SHORT_NAMES_IN_TIMM = {
@@ -41,63 +87,23 @@ EXAMPLES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class ParsedName:
-    """A model's family and the numbers of its name."""
-
-    family: str
-    depth: int = 0
-    width: int = 0
-    alpha: int = 0
-    patch_size: int = 0
-    variant: str = ""
-    timm_name: str = ""
-
-
 def check_model_name(name: str) -> ParsedName:
-    """Return what a name means.
-
-    Raises:
-        ValueError: there is no such model; the message, to follow "must be", says what is allowed.
+    """Return what a name means, or raise a ValueError whose message, to follow "must be", says what is allowed.
 
     Example:
         >>> check_model_name("wrn-28-10")
         ParsedName(family='wrn', depth=28, width=10, alpha=0, patch_size=0, variant='', timm_name='')
     """
     if name in SHORT_NAMES_IN_TIMM:
-        return ParsedName(family="timm", timm_name=SHORT_NAMES_IN_TIMM[name])
-    for family, pattern in FAMILIES.items():
-        match = re.fullmatch(pattern, name)
-        if match is None:
-            continue
-        parts = match.groupdict()
-        parsed = ParsedName(
-            family=family,
-            depth=int(parts.get("depth") or 0),
-            width=int(parts.get("width") or 0),
-            alpha=int(parts.get("alpha") or 0),
-            patch_size=int(parts.get("patch_size") or 0),
-            variant=parts.get("variant") or "",
-            timm_name=parts.get("name") or "",
-        )
-        _check_numbers(parsed)
-        return parsed
+        return ParsedName("timm", timm_name=SHORT_NAMES_IN_TIMM[name])
+    for family, (pattern, is_valid, allowed) in FAMILIES.items():
+        if match := re.fullmatch(pattern, name):
+            given = {part: text for part, text in match.groupdict().items() if text is not None}
+            parts: dict[str, Any] = {
+                p: text if p in ("variant", "timm_name") else int(text) for p, text in given.items()
+            }
+            parsed = ParsedName(family, **parts)
+            if not is_valid(parsed):
+                raise ValueError(allowed)
+            return parsed
     raise ValueError(f"the name of a model, such as {', '.join(EXAMPLES)} (`flatmin list` explains them)")
-
-
-def _check_numbers(parsed: ParsedName) -> None:
-    if parsed.family == "wrn" and not (parsed.depth >= 10 and (parsed.depth - 4) % 6 == 0 and parsed.width >= 1):
-        raise ValueError("wrn-DEPTH-WIDTH with DEPTH = 6 n + 4 (10, 16, 22, 28, 40, ...) and WIDTH at least 1")
-    if parsed.family == "shake-shake" and not (parsed.depth >= 8 and (parsed.depth - 2) % 6 == 0 and parsed.width >= 1):
-        raise ValueError("shake-shake-DEPTH-2xWIDTHd with DEPTH = 6 n + 2 (8, 14, 20, 26, ...) and WIDTH at least 1")
-    if parsed.family == "pyramidnet" and not (parsed.depth >= 11 and (parsed.depth - 2) % 9 == 0 and parsed.alpha >= 1):
-        raise ValueError("pyramidnet-DEPTH-ALPHA with DEPTH = 9 n + 2 (11, 20, 29, ..., 272) and ALPHA at least 1")
-    if parsed.family == "cnn" and parsed.width < 1:
-        raise ValueError("cnn-WIDTH with WIDTH at least 1")
-    if parsed.family == "mlp" and min(parsed.depth, parsed.width) < 1:
-        raise ValueError("mlp-DEPTH-WIDTH with DEPTH and WIDTH at least 1")
-    if parsed.family == "char-transformer" and not (parsed.depth >= 1 and parsed.width >= 1 and parsed.width % 32 == 0):
-        raise ValueError("char-transformer-DEPTH-WIDTH with DEPTH at least 1 and WIDTH a multiple of 32")
-    sizes = (parsed.depth, parsed.width, parsed.patch_size)
-    if parsed.family == "vit" and not (min(sizes) >= 1 and parsed.width % 32 == 0):
-        raise ValueError("vit-DEPTH-WIDTH-PATCH with DEPTH and PATCH at least 1 and WIDTH a multiple of 32")

@@ -2,17 +2,17 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from flatmin.core.checks import check_p, check_rho
 from flatmin.lab.errors import SpecError
 from flatmin.lab.spec.fields import conform, require
 
-SAM_ONLY: dict[str, Any] = {
-    **{"adaptive": None, "sync_perturbation": False, "second_order": False, "ascent_steps": 1, "direction": "gradient"},
-    **{"p": 2.0, "part": 1.0, "ascent_part": 1.0, "every": 1, "weight": None},
-}
-"""The fields of `Optim` that mean nothing without SAM, and their defaults."""
+SAM_ONLY = (
+    *("adaptive", "sync_perturbation", "second_order", "ascent_steps", "direction"),
+    *("p", "part", "ascent_part", "every", "weight"),
+)
+"""The fields of `Optim` that mean nothing without SAM."""
 AUTO = "auto"
 NO_SAM = "left alone where rho is 0: without SAM it has no meaning"
 
@@ -113,7 +113,7 @@ class Optim:
             ("ascent_part", self.ascent_part == 1 or alone, "1 with part, every, weight, m or another ascent"),
             ("m", self.m is None or self.m >= 1, "at least 1, or None"),
             ("m", self.m is None or not self.sync_perturbation, "None where sync_perturbation is true"),
-            *((name, self.uses_sam or getattr(self, name) == default, NO_SAM) for name, default in SAM_ONLY.items()),
+            *((name, self.uses_sam or getattr(self, name) == getattr(Optim, name), NO_SAM) for name in SAM_ONLY),
             (
                 "second_order",
                 not self.second_order or exact,

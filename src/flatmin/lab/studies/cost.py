@@ -9,9 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from flatmin.lab.models.build import build_model
 from flatmin.lab.runs.checkpoint import NUM_KEPT
 from flatmin.lab.spec.datasets import dataset_info
-from flatmin.lab.spec.experiment import Experiment, Model
+from flatmin.lab.spec.experiment import Experiment, Model, passes_per_step
 from flatmin.lab.sweeps.jobs import Job
-from flatmin.lab.training.step_cost import passes_per_step
 
 BIRDSNAP = 47_386
 """Of a dataset that is a directory for the lab."""

@@ -1,7 +1,8 @@
 """What a study asks of a sweep: models to train, what to measure of them, and what that needs from outside."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from flatmin.lab.data.datasets import load_dataset
@@ -60,25 +61,20 @@ class Inputs:
 
     data_root: Path | None = None
     """The first directory that is searched for datasets."""
-    _problems: dict[str, Exception | None] = field(default_factory=dict)
+    _problems: dict[tuple[object, ...], Exception | None] = field(default_factory=dict)
 
     def problems(self, jobs: Iterable[Job]) -> list[Exception]:
         """Return what is missing, as the errors that training would raise: a DataError or ModelError each."""
-        needs: dict[str, Job] = {}
+        needs: dict[tuple[object, ...], Callable[[], Exception | None]] = {}
         for job in jobs:
-            data = job.experiment.data
-            needs.setdefault(f"data {data.name}{' and extra' if data.extra else ''}", job)
-            checkpoint = job.experiment.model.checkpoint
+            data, checkpoint = job.experiment.data, job.experiment.model.checkpoint
+            needs.setdefault((data.name, data.extra), partial(self._of_data, data.name, data.extra))
             if checkpoint is not None and not checkpoint.startswith(RUN_PREFIX):
-                needs.setdefault(f"checkpoint {checkpoint}", job)
-        for need, job in needs.items():
-            if need not in self._problems:
-                is_data = need.startswith("data ")
-                self._problems[need] = self._of_data(job) if is_data else _of_checkpoint(job)
+                needs.setdefault((checkpoint,), partial(_of_checkpoint, Path(checkpoint)))
+        self._problems |= {need: look() for need, look in needs.items() if need not in self._problems}
         return [problem for need in needs if (problem := self._problems[need]) is not None]
 
-    def _of_data(self, job: Job) -> DataError | None:
-        name, extra = job.experiment.data.name, job.experiment.data.extra
+    def _of_data(self, name: str, extra: bool) -> DataError | None:
         if name.startswith(FOLDER_PREFIX):
             directory = Path(name.removeprefix(FOLDER_PREFIX))
             if all((directory / split).is_dir() for split in ("train", "test")):
@@ -98,8 +94,7 @@ class Inputs:
         return None
 
 
-def _of_checkpoint(job: Job) -> ModelError | None:
-    path = Path(job.experiment.model.checkpoint or "")
+def _of_checkpoint(path: Path) -> ModelError | None:
     if path.is_file():
         return None
     fix = LITE0_FIX if path.stem == LITE0 else FIX

@@ -42,7 +42,11 @@ class Shares:
 def machine_shares(processes: int, threads: int) -> Shares:
     """Return how a machine is shared; 0 processes are one per GPU (or core), 0 threads an equal share (or one)."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    gpus = _visible_gpus()
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None and torch.cuda.is_available():
+        gpus = [name.strip() for name in chosen.split(",") if name.strip()]
+    else:
+        gpus = [str(i) for i in range(torch.cuda.device_count())]
     if gpus:
         count = processes or len(gpus)
         return Shares(threads=threads or max(1, cores // count), gpus=tuple(gpus[i % len(gpus)] for i in range(count)))
@@ -50,22 +54,15 @@ def machine_shares(processes: int, threads: int) -> Shares:
     return Shares(threads=threads, gpus=(None,) * (processes or max(1, cores // threads)))
 
 
-def _visible_gpus() -> list[str]:
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None and torch.cuda.is_available():
-        return [name.strip() for name in chosen.split(",") if name.strip()]
-    return [str(i) for i in range(torch.cuda.device_count())]
-
-
+@dataclass
 class _Slot:
     """A place for one process and the job it works on."""
 
-    def __init__(self, gpu: str | None) -> None:
-        self.gpu = gpu
-        self.process: SpawnProcess | None = None
-        self.connection: Connection | None = None
-        self.job: Job | None = None
-        self.ready = False
+    gpu: str | None
+    process: SpawnProcess | None = None
+    connection: Connection | None = None
+    job: Job | None = None
+    ready: bool = False
 
 
 class LocalPool:
@@ -148,20 +145,16 @@ class LocalPool:
             self._kill_process(slot)
             if self.stopped_at and exit_code in (0, -signal.SIGTERM):  # it had not begun, or was done just then
                 return JobStatus(kind="stopped")
-            if not was_ready:
-                self._count_failed_start(exit_code)
+            self.num_failed_starts += not was_ready
+            if self.num_failed_starts >= MAX_FAILED_STARTS:
+                raise RunError(
+                    f"The processes of the sweep end before they begin (exit code {exit_code}). A script that starts a "
+                    'sweep must do so below `if __name__ == "__main__":`, because each process imports it again.'
+                ) from None
             return JobStatus(kind="died", message=describe_death(exit_code))
         if message is None:
             slot.ready, self.num_failed_starts = True, 0
         return message
-
-    def _count_failed_start(self, exit_code: int | None) -> None:
-        self.num_failed_starts += 1
-        if self.num_failed_starts >= MAX_FAILED_STARTS:
-            raise RunError(
-                f"The processes of the sweep end before they begin (exit code {exit_code}). A script that starts a "
-                'sweep must do so below `if __name__ == "__main__":`, because each process imports it again.'
-            )
 
     def _start_process(self, slot: _Slot) -> None:
         context = multiprocessing.get_context("spawn")  # threads do not survive a fork
@@ -212,16 +205,13 @@ def _serve(connection: Connection, run: Callable[[Job], JobStatus], threads: int
     try:
         connection.send(None)
         while (job := connection.recv()) is not None:
-            connection.send(_ending(run, job))
+            try:
+                status = run(job)
+            except KeyboardInterrupt:
+                status = JobStatus(kind="stopped")
+            connection.send(status)
     except (KeyboardInterrupt, EOFError, OSError):
         return  # nobody listens any more, or nothing is running
-
-
-def _ending(run: Callable[[Job], JobStatus], job: Job) -> JobStatus:
-    try:
-        return run(job)
-    except KeyboardInterrupt:
-        return JobStatus(kind="stopped")
 
 
 def _stop(*_: Any) -> None:

@@ -12,18 +12,31 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch.nn.functional as F
+
 from flatmin.lab.errors import SpecError
 from flatmin.lab.runs.directory import is_finished
 from flatmin.lab.runs.json_files import storing, write_json
 from flatmin.lab.runs.record import MeasurementResult, read_measurement
+from flatmin.lab.training import trained_model
+from flatmin.lab.training.auto_rho import measured_rise
+from flatmin.lab.training.trained_model import TrainedModel
+from flatmin.measures import (
+    HessianOperator,
+    loss_landscape,
+    m_sharpness,
+    pac_bayes_bound,
+    sam_update_cosine,
+    spectral_density,
+    top_eigenvalues,
+)
+from flatmin.measures.weight_noise import noise_effect, proof_sigma
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from torch import Tensor
 
-    from flatmin.lab.training.trained_model import TrainedModel
-
-Plot = Callable[[], "Figure"]
+Measured = tuple[MeasurementResult, Callable[[], "Figure"] | None]
+"""The facts, and how to plot them, if at all."""
 Range = tuple[Callable[[Any], bool], str]
 """Whether a value is allowed, and what is, to follow "must be"."""
 COUNT: Range = (lambda count: count >= 1, "at least 1")
@@ -57,13 +70,9 @@ class Measurement:
         where = "" if self.epoch is None else f"-epoch{self.epoch}"
         return f"{self.kind}{where}-{hashlib.sha256(key.encode()).hexdigest()[:10]}"
 
-    def measure(self, trained: "TrainedModel", target: Path) -> tuple[MeasurementResult, Plot | None]:
-        """Return the facts and how to plot them, if at all; ``target`` is the path of the files, without a suffix."""
+    def measure(self, trained: TrainedModel, target: Path) -> Measured:
+        """Measure; ``target`` is the path of the files, without a suffix."""
         raise NotImplementedError
-
-    def training_batches(self, trained: "TrainedModel") -> "list[tuple[Tensor, Tensor]]":
-        """Return what it is measured on."""
-        return trained.training_batches(self.num_examples)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,13 +89,9 @@ class Sharpness(Measurement):
     steps: int = 1
     """Ascent steps."""
 
-    def measure(self, trained: "TrainedModel", target: Path) -> tuple[MeasurementResult, Plot | None]:
+    def measure(self, trained: TrainedModel, target: Path) -> Measured:
         """Measure m-sharpness on training examples."""
-        import torch.nn.functional as F
-
-        from flatmin.measures import m_sharpness
-
-        data = self.training_batches(trained)
+        data = trained.training_batches(self.num_examples)
         result = m_sharpness(trained.network, F.cross_entropy, data, rho=self.rho, m=self.m, steps=self.steps)
         return {
             "m_sharpness": result.mean,
@@ -113,13 +118,9 @@ class Spectrum(Measurement):
     probes: int = 4
     """Random starts of the density."""
 
-    def measure(self, trained: "TrainedModel", target: Path) -> tuple[MeasurementResult, Plot | None]:
+    def measure(self, trained: TrainedModel, target: Path) -> Measured:
         """Measure the Hessian of the training loss."""
-        import torch.nn.functional as F
-
-        from flatmin.measures import HessianOperator, spectral_density, top_eigenvalues
-
-        data = self.training_batches(trained)
+        data = trained.training_batches(self.num_examples)
         operator = HessianOperator(trained.network, F.cross_entropy, data)
         top = top_eigenvalues(operator, self.num_eigenvalues)
         density = spectral_density(operator, steps=self.steps, probes=self.probes)
@@ -150,13 +151,9 @@ class Landscape(Measurement):
     points: int = 51
     """Points along each side; odd."""
 
-    def measure(self, trained: "TrainedModel", target: Path) -> tuple[MeasurementResult, Plot | None]:
+    def measure(self, trained: TrainedModel, target: Path) -> Measured:
         """Measure the loss on the plane; a killed grid resumes."""
-        import torch.nn.functional as F
-
-        from flatmin.measures import loss_landscape
-
-        data, cache = self.training_batches(trained), target.with_suffix(".cache")
+        data, cache = trained.training_batches(self.num_examples), target.with_suffix(".cache")
         result = loss_landscape(trained.network, F.cross_entropy, data, span=self.span, points=self.points, cache=cache)
         result.save_html(target.with_suffix(".html"))
         center = float(result.loss[self.points // 2, self.points // 2])
@@ -189,13 +186,9 @@ class Bound(Measurement):
     delta: float = 0.05
     """The probability with which the bound may fail."""
 
-    def measure(self, trained: "TrainedModel", target: Path) -> tuple[MeasurementResult, Plot | None]:
+    def measure(self, trained: TrainedModel, target: Path) -> Measured:
         """Estimate the bound on the 0-1 error."""
-        import torch.nn.functional as F
-
-        from flatmin.measures import pac_bayes_bound
-
-        data = self.training_batches(trained)
+        data = trained.training_batches(self.num_examples)
         result = pac_bayes_bound(trained.network, F.cross_entropy, data, rho=self.rho, delta=self.delta, metric="error")
         return {
             "total": result.total,
@@ -222,14 +215,12 @@ class Noise(Measurement):
     ranges: ClassVar[dict[str, Range]] = {"rho": RADIUS, "num_draws": COUNT}
 
     rho: float = 0.05
-    """At two scales: this for each weight, as the theorem states it, and that of its proof, whose norm is about rho."""
+    """At two scales: this for each weight, as the theorem states it, and its proof's, whose norm is about rho."""
     num_draws: int = 20
     """Draws of the noise."""
 
-    def measure(self, trained: "TrainedModel", target: Path) -> tuple[MeasurementResult, Plot | None]:
+    def measure(self, trained: TrainedModel, target: Path) -> Measured:
         """Measure the test error with noise."""
-        from flatmin.measures.weight_noise import noise_effect, proof_sigma
-
         data = trained.test_batches(self.num_examples)
         num_weights = sum(p.numel() for p in trained.network.parameters())
         proof = proof_sigma(self.rho, n=len(trained.dataset.train.labels), k=num_weights)
@@ -257,12 +248,8 @@ class Cosine(Measurement):
     weight_decay: float = 0.0
     """Adds the L2 term to the loss, as training with ``optim.decay=loss`` does."""
 
-    def measure(self, trained: "TrainedModel", target: Path) -> tuple[MeasurementResult, Plot | None]:
+    def measure(self, trained: TrainedModel, target: Path) -> Measured:
         """Measure the cosine."""
-        import torch.nn.functional as F
-
-        from flatmin.measures import sam_update_cosine
-
         size = self.num_examples or len(trained.dataset.train.labels)
         batch = trained.training_batches(size, batch_size=size)[0]
         rho = trained.rho if self.rho is None else self.rho
@@ -283,10 +270,8 @@ class Rho(Measurement):
     m: int | None = None
     """Examples that share a perturbation; as many as in the run if None."""
 
-    def measure(self, trained: "TrainedModel", target: Path) -> tuple[MeasurementResult, Plot | None]:
+    def measure(self, trained: TrainedModel, target: Path) -> Measured:
         """Measure the suggestion and the rise."""
-        from flatmin.lab.training.auto_rho import measured_rise
-
         found, curve = measured_rise(trained, self.m, self.num_examples)
         return {
             "rho": found.rho,
@@ -309,8 +294,6 @@ def measure_run(
     The dataset is read once for all measurements, and the weights of each epoch once. The run need not be finished;
     the files then also carry the step in their names.
     """
-    from flatmin.lab.training.trained_model import load_trained
-
     found: dict[str, MeasurementResult] = {}
     missing = []
     for m in measurements:
@@ -321,8 +304,12 @@ def measure_run(
             missing.append(m)
     trained: TrainedModel | None = None
     for epoch in dict.fromkeys(m.epoch for m in missing):
-        trained = load_trained(run, data_root=data_root, epoch=epoch) if trained is None else trained.at_epoch(epoch)
-        at = {"epoch": trained.origin.epoch, "step": trained.origin.step}
+        trained = (
+            trained_model.load_trained(run, data_root=data_root, epoch=epoch)
+            if trained is None
+            else trained.at_epoch(epoch)
+        )
+        at = {"epoch": trained.epoch, "step": trained.step}
         for m in (m for m in missing if m.epoch == epoch):
             name = m.name if is_finished(run) or epoch is not None else f"{m.name}-step{at['step']}"
             target = run / "measures" / name

@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from flatmin.lab.runs.record import read_record
+from flatmin.lab.spec.experiment import passes_per_step
 from flatmin.lab.sweeps.jobs import Job
-from flatmin.lab.training.step_cost import passes_per_step
 
 State = Literal["waiting", "running", "done", "failed"]
 REFRESHES_PER_SECOND = 2

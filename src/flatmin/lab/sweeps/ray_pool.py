@@ -59,7 +59,10 @@ class RayPool:
         self.num_gpus = 1 if self.ray.cluster_resources().get("GPU", 0) else 0
         # No retries by Ray itself: the sweep counts the attempts, whatever they failed from.
         options = {"num_cpus": self.threads, "num_gpus": self.num_gpus, "max_retries": 0}
-        self.task = self.ray.remote(_run_on_node).options(**options, runtime_env={"env_vars": self._variables()})
+        variables = {"OMP_NUM_THREADS": str(self.threads), "MKL_NUM_THREADS": str(self.threads)}
+        if ENVIRONMENT_VARIABLE in os.environ:
+            variables[ENVIRONMENT_VARIABLE] = os.environ[ENVIRONMENT_VARIABLE]
+        self.task = self.ray.remote(_run_on_node).options(**options, runtime_env={"env_vars": variables})
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -133,12 +136,6 @@ class RayPool:
             ) from error
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)  # Ray would end this process, and nothing would be saved
-
-    def _variables(self) -> dict[str, str]:
-        variables = {"OMP_NUM_THREADS": str(self.threads), "MKL_NUM_THREADS": str(self.threads)}
-        if ENVIRONMENT_VARIABLE in os.environ:
-            variables[ENVIRONMENT_VARIABLE] = os.environ[ENVIRONMENT_VARIABLE]
-        return variables
 
     def _check_nodes(self) -> None:
         """Let every node import flatmin: an error shows now, and not in every job."""

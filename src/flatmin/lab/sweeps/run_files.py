@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from flatmin.lab.runs.directory import RunDirectory
@@ -10,7 +11,6 @@ from flatmin.lab.runs.json_files import TEMPORARY_SUFFIX, storing, write_atomic
 from flatmin.lab.sweeps.jobs import Job
 from flatmin.lab.sweeps.run_job import JobStatus, status_of_error
 from flatmin.lab.sweeps.scheduler import prerequisite
-from flatmin.lab.training.trained_model import RUN_PREFIX
 
 SEND_SECONDS = 2.0
 Files = dict[str, bytes]
@@ -36,7 +36,7 @@ class RunStore:
             self._locked[job.name] = directory
             return {
                 path: (self.runs / path).read_bytes()
-                for name in {job.name, *_builds_on(job)}
+                for name in {job.name} | _builds_on(job)
                 for path in stamps(self.runs / name, self.runs)
             }
         except Exception as error:
@@ -119,8 +119,7 @@ def _order(path: str) -> tuple[bool, bool, str]:
     return path.endswith("/result.json"), "/checkpoints/" in path or "/weights/" in path, path
 
 
-def _builds_on(job: Job) -> list[str]:
+def _builds_on(job: Job) -> set[str]:
     """Return the names of the runs that a job reads: its first stage, and the one whose weights it starts from."""
-    checkpoint = job.experiment.model.checkpoint or ""
-    names = [prerequisite(job), checkpoint.removeprefix(RUN_PREFIX) if checkpoint.startswith(RUN_PREFIX) else None]
-    return [name for name in names if name is not None]
+    names = (prerequisite(job), prerequisite(replace(job, experiment=job.experiment.first_stage())))
+    return {name for name in names if name is not None}

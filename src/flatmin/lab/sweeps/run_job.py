@@ -52,19 +52,15 @@ class Pool(Protocol):
 
     def num_free(self) -> int:
         """Return how many jobs could begin now."""
-        ...
 
     def start(self, job: Job) -> None:
         """Let a job begin."""
-        ...
 
     def poll(self, seconds: float) -> list[tuple[str, JobStatus]]:
         """Return the names and endings of jobs that ended; wait at most so long for one."""
-        ...
 
     def stop(self) -> None:
         """Ask all that are running to save and stop; `poll` tells when they have."""
-        ...
 
 
 def run_job(
@@ -75,12 +71,20 @@ def run_job(
     A loss that diverged is written to RUN/problem.json: the same would happen again. Nothing is raised.
     """
     try:
+        directory = RunDirectory(job.experiment, job.seed, runs)
         with deterministic_algorithms(deterministic):
-            train(job.experiment, seed=job.seed, runs=runs, data_root=data_root, checkpoint_seconds=checkpoint_seconds)
-            _measure(job, runs, data_root)
+            try:
+                train(
+                    job.experiment, seed=job.seed, runs=runs, data_root=data_root, checkpoint_seconds=checkpoint_seconds
+                )
+            except DivergedError as error:
+                directory.write_problem(str(error))
+                return JobStatus(kind="diverged", message=str(error))
+            if job.measurements:
+                directory.open()  # two sweeps must not write the same files
+                with closing(directory):
+                    measure_run(directory.path, job.measurements, data_root)
         return JobStatus(kind="done")
-    except DivergedError as error:
-        return _diverged(job, runs, str(error))
     except Exception as error:
         return status_of_error(error)
 
@@ -94,23 +98,6 @@ def status_of_error(error: Exception) -> JobStatus:
     if isinstance(error, USER_MISTAKES):
         return JobStatus(kind="mistake", message=str(error), error=error)
     return JobStatus(kind="failed", message=describe(error), is_device_broken=bool(DEVICE_ERROR.search(str(error))))
-
-
-def _measure(job: Job, runs: Path, data_root: Path | None) -> None:
-    if not job.measurements:
-        return
-    directory = RunDirectory(job.experiment, job.seed, runs)
-    directory.open()  # two sweeps must not write the same files
-    with closing(directory):
-        measure_run(directory.path, job.measurements, data_root)
-
-
-def _diverged(job: Job, runs: Path, message: str) -> JobStatus:
-    try:
-        RunDirectory(job.experiment, job.seed, runs).write_problem(message)
-    except StorageError as error:
-        return status_of_error(error)
-    return JobStatus(kind="diverged", message=message)
 
 
 def describe(error: BaseException) -> str:

@@ -71,11 +71,9 @@ class JobScheduler:
         if need is None:
             return False
         # A job whose first stage is not in the list trains it by itself: only one at a time may.
-        trains_it = any(self.needs[name] == need for name in self.running) and not self._is_trained(need)
-        return need in self.waiting or need in self.running or trains_it
-
-    def _is_trained(self, name: str) -> bool:
-        return is_finished(self.progress.runs / name)
+        is_trained_now = any(self.needs[name] == need for name in self.running)
+        is_missing = is_trained_now and not is_finished(self.progress.runs / need)
+        return need in self.waiting or need in self.running or is_missing
 
     def _saved_progress(self, name: str) -> tuple[int, ...]:
         """Return how far a job has come for good: steps of its first stage and of its own, what is measured of it."""

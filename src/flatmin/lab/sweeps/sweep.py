@@ -3,8 +3,8 @@
 A sweep keeps its state in the directory of runs only. It may be killed at any time; the same call resumes it.
 """
 
-import dataclasses
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -33,51 +33,42 @@ def sweep(jobs: Sequence[Job], *, what: str = "", **settings: Any) -> dict[str, 
         return sweeper.run(jobs, what)
 
 
+@dataclass(kw_only=True)
 class Sweeper:
     """Runs what is missing, several jobs at a time. Use it in a ``with`` statement.
 
     Its processes are kept from one call of `run` to the next. If a process dies, its job resumes from the last
-    checkpoint, as long as each attempt saves something new.
-
-    Args:
-        runs: the directory of all runs.
-        data_root: where datasets are searched for first.
-        engine: local: processes on this machine; ray: tasks on a Ray cluster.
-        address: of an existing Ray cluster; if None, RAY_ADDRESS, or else a new cluster on this machine.
-        processes: how many jobs at once; 0 is one per GPU, or as many as there are cores for.
-        threads: per job; 0 is one, or with GPUs an equal share of this machine's cores (with Ray always one).
-        attempts: how often a job may fail, or its process die, without having saved anything new.
-        checkpoint_seconds: how long a job trains at most before it saves.
-        deterministic: train and measure with deterministic algorithms only (see `flatmin.lab.train`).
-        console: where to show progress; nowhere if None.
-
-    Raises:
-        SpecError: a number is too small.
+    checkpoint, as long as each attempt saves something new. A SpecError names a number that is too small.
     """
 
-    def __init__(
-        self,
-        *,
-        runs: Path,
-        data_root: Path | None = None,
-        engine: Engine = "local",
-        address: str | None = None,
-        processes: int = 0,
-        threads: int = 0,
-        attempts: int = ATTEMPTS,
-        checkpoint_seconds: float = CHECKPOINT_SECONDS,
-        deterministic: bool = False,
-        console: Console | None = None,
-    ) -> None:
-        for name, value, least in (("processes", processes, 0), ("threads", threads, 0), ("attempts", attempts, 1)):
-            if value < least:
-                raise SpecError(f"{name} must be at least {least}, got {value}.")
-        # Absolute, because the processes of a cluster have their own working directories.
-        self.runs, self.data_root = runs.absolute(), None if data_root is None else data_root.absolute()
-        self.engine, self.address, self.processes, self.threads = engine, address, processes, threads
-        self.attempts, self.console = attempts, console
-        self.checkpoint_seconds, self.deterministic = checkpoint_seconds, deterministic
-        self._pool: Pool | None = None
+    runs: Path
+    """The directory of all runs."""
+    data_root: Path | None = None
+    """Where datasets are searched for first."""
+    engine: Engine = "local"
+    """local: processes on this machine; ray: tasks on a Ray cluster."""
+    address: str | None = None
+    """Of an existing Ray cluster; if None, RAY_ADDRESS, or else a new cluster on this machine."""
+    processes: int = 0
+    """How many jobs at once; 0 is one per GPU, or as many as there are cores for."""
+    threads: int = 0
+    """Per job; 0 is one, or with GPUs an equal share of this machine's cores (with Ray always one)."""
+    attempts: int = ATTEMPTS
+    """How often a job may fail, or its process die, without having saved anything new."""
+    checkpoint_seconds: float = CHECKPOINT_SECONDS
+    """How long a job trains at most before it saves."""
+    deterministic: bool = False
+    """Train and measure with deterministic algorithms only (see `flatmin.lab.train`)."""
+    console: Console | None = None
+    """Where to show progress; nowhere if None."""
+    _pool: Pool | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        """Check the numbers, and make paths absolute: the processes of a cluster have their own working directories."""
+        for name, least in (("processes", 0), ("threads", 0), ("attempts", 1)):
+            if getattr(self, name) < least:
+                raise SpecError(f"{name} must be at least {least}, got {getattr(self, name)}.")
+        self.runs, self.data_root = self.runs.absolute(), self.data_root and self.data_root.absolute()
 
     def __enter__(self) -> "Sweeper":
         return self
@@ -121,9 +112,7 @@ class Sweeper:
         for name in missing:
             records[name] = self._record(name)
             if name in failures:
-                records[name] = dataclasses.replace(
-                    records[name], state="failed", reason=failures[name], is_final=False
-                )
+                records[name] = replace(records[name], state="failed", reason=failures[name], is_final=False)
         self._say_problems(records)
         return records
 
@@ -170,5 +159,5 @@ def unite(jobs: Iterable[Job]) -> dict[str, Job]:
         known = united.get(job.name, job)
         measurements = tuple(dict.fromkeys((*known.measurements, *job.measurements)))
         curves = tuple(dict.fromkeys((*known.curves, *job.curves)))
-        united[job.name] = dataclasses.replace(known, measurements=measurements, curves=curves)
+        united[job.name] = replace(known, measurements=measurements, curves=curves)
     return united

@@ -26,9 +26,6 @@ def suggestion(stepper: Stepper, batches: Iterable[Batch], m: int | None = None)
 
     The loss is the run's, with its augmentation, label noise, random layers and (``decay="loss"``) weight decay. All
     workers find the same.
-
-    Raises:
-        ValueError: no radius follows from the loss or its gradient.
     """
     optim, taken = stepper.optim, list(islice(batches, NUM_BATCHES))
     opt = stepper.optimizer
@@ -71,7 +68,7 @@ def measured_rise(trained: TrainedModel, m: int | None, num_examples: int | None
     if experiment.model.freeze_batch_norm:
         freeze_batch_norm(network)
     try:
-        batches = replace(trained.pipeline, seed=seed).training(images, trained.origin.epoch)
+        batches = replace(trained.pipeline, seed=seed).training(images, trained.epoch)
         found = suggestion(stepper, batches, m)
         with true_gradient(network):
             return found, found.measure()

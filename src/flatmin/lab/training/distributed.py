@@ -50,13 +50,7 @@ class Workers:
         """
         if self.count == 1:
             return function()
-        value: T | None = None
-        error: Exception | None = None
-        if self.is_main:
-            try:
-                value = function()
-            except Exception as raised:
-                error = raised
+        value, error = _attempt(function) if self.is_main else (None, None)
         message = [(value, _summary(error))]
         dist.broadcast_object_list(message, src=0, group=self.group)
         self._raise([message[0][1]], error)
@@ -73,10 +67,7 @@ class Workers:
         error: Exception | None = None
         for is_first_round in (True, False):
             if is_first_round == (self.local_rank == 0):
-                try:
-                    value = function()
-                except Exception as raised:
-                    error = raised
+                value, error = _attempt(function)
             errors: list[tuple[type[Exception], str] | None] = [None] * self.count
             where = "" if self.is_main else f" (worker {self.rank} on {socket.gethostname()})"
             dist.all_gather_object(errors, _summary(error, where), group=self.group)
@@ -155,7 +146,7 @@ def join_workers() -> Iterator[Workers]:
 def _unused_part(store: Store, rank: int, count: int) -> Store:
     """Return a part of the store that no earlier workers used; rank 0 chooses it and tells each of the others.
 
-    torchrun's store outlives its workers, so after a restart it still has the addresses of those that died. The number
+    torchrun's store outlives its workers, so after a restart it still has the addresses of dead ones. The number
     of restarts cannot tell them apart, because a host that was restarted counts from 0 again.
     """
     if rank > 0:
@@ -173,6 +164,13 @@ def _unused_part(store: Store, rank: int, count: int) -> Store:
                 answered.add(question)
         time.sleep(POLL_SECONDS)
     return PrefixStore(name, store)
+
+
+def _attempt(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return function(), None
+    except Exception as error:
+        return None, error
 
 
 def _summary(error: Exception | None, where: str = "") -> tuple[type[Exception], str] | None:

@@ -13,7 +13,7 @@ import torch
 from flatmin.lab.data.datasets import load_dataset
 from flatmin.lab.errors import DataError, ModelError, SpecError
 from flatmin.lab.runs.directory import Result, RunDirectory, is_finished
-from flatmin.lab.runs.inputs import IMAGES, WEIGHTS, check_inputs, recorded_inputs
+from flatmin.lab.runs.environment import IMAGES, WEIGHTS, check_inputs, recorded_inputs
 from flatmin.lab.spec.experiment import Experiment
 from flatmin.lab.training.distributed import Workers, join_workers
 from flatmin.lab.training.precision import deterministic_algorithms
@@ -63,30 +63,24 @@ def train(
     if not checkpoint_seconds >= 0:
         raise SpecError(f"checkpoint_seconds must be at least 0 (0 saves after every step); got {checkpoint_seconds}.")
     with deterministic_algorithms(deterministic), join_workers() as workers:
-        path = runs / experiment.run_name(seed)
-        if experiment.data.bootstrap and not workers.on_main(lambda: is_finished(path)):
-            _train(experiment.first_stage(), seed, runs, data_root, callback, checkpoint_seconds, workers)
-        return _train(experiment, seed, runs, data_root, callback, checkpoint_seconds, workers)
+        directory = RunDirectory(experiment, seed, runs)
+        if experiment.data.bootstrap and not workers.on_main(lambda: is_finished(directory.path)):
+            first_stage = RunDirectory(experiment.first_stage(), seed, runs)
+            _train(first_stage, workers, data_root, callback, checkpoint_seconds)
+        return _train(directory, workers, data_root, callback, checkpoint_seconds)
 
 
 def _train(
-    experiment: Experiment,
-    seed: int,
-    runs: Path,
-    data_root: Path | None,
-    callback: Callback | None,
-    checkpoint_seconds: float,
-    workers: Workers,
+    directory: RunDirectory, workers: Workers, data_root: Path | None, callback: Callback | None, save_seconds: float
 ) -> Result:
     """Train one model; one that bootstraps needs its finished first stage."""
-    directory = RunDirectory(experiment, seed, runs)
     finished = workers.on_main(lambda: _finished(directory, workers.count, data_root))
     if finished is not None:
         return finished  # without the lock: the disk may be read-only
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng([workers.device] if workers.device.type == "cuda" else []))
         interruption = stack.enter_context(deferred_signals())
-        run = Run(experiment, seed, directory, workers, data_root)
+        run = Run(directory, workers, data_root)
         run.stop_if_interrupted(interruption)
         stack.callback(directory.close)  # only the main process opens it
         workers.on_main(lambda: directory.open(workers.count))
@@ -94,7 +88,7 @@ def _train(
         if finished is not None:  # by another process, in the meantime
             return finished
         run.resume()
-        return run.run_epochs(callback if workers.is_main else None, interruption, checkpoint_seconds)
+        return run.run_epochs(callback if workers.is_main else None, interruption, save_seconds)
 
 
 def _finished(directory: RunDirectory, num_workers: int, data_root: Path | None) -> Result | None:

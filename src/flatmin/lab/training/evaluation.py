@@ -57,10 +57,8 @@ def calibration_error(predictions: Tensor) -> Tensor:
     r"""Return the expected calibration error :math:`\sum_b \frac{n_b}{n} |acc_b - conf_b|` over 15 bins of equal mass.
 
     The bins hold equally many predictions, ordered by confidence. Predictions of the same confidence share their
-    accuracy, so the order of examples does not matter.
-
-    Args:
-        predictions: (n, 2), the probability of the predicted class, and 1 where it is right, else 0.
+    accuracy, so the order of examples does not matter. A row is the probability of the predicted class, and 1 where it
+    is right, else 0.
 
     Example:
         Of two predictions with 75 % confidence, one is right:

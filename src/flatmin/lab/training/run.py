@@ -4,6 +4,7 @@ Everything random is a function of (seed, step, example, worker), and a checkpoi
 rest.
 """
 
+import json
 import signal
 from contextlib import nullcontext
 from pathlib import Path
@@ -21,20 +22,23 @@ from flatmin.lab.errors import CorruptFileError, DivergedError, InterruptedRun, 
 from flatmin.lab.models.build import build_model, freeze_batch_norm
 from flatmin.lab.runs.checkpoint import latest_checkpoint, prepare_directory, save_checkpoint, save_epoch_weights
 from flatmin.lab.runs.directory import Result, RunDirectory
-from flatmin.lab.runs.history import Metrics, add_metrics, read_history, write_history
-from flatmin.lab.runs.inputs import check_inputs
-from flatmin.lab.runs.tensorboard import tensorboard, write_events
-from flatmin.lab.spec.experiment import Experiment
+from flatmin.lab.runs.environment import check_inputs, environment, read_sessions
+from flatmin.lab.runs.history import Metrics, add_metrics, read_history, tensorboard, write_events, write_history
+from flatmin.lab.runs.json_files import append, write_json
 from flatmin.lab.spec.fields import finite
 from flatmin.lab.training.auto_rho import suggestion
 from flatmin.lab.training.distributed import Workers
-from flatmin.lab.training.divergence import fixes
 from flatmin.lab.training.evaluation import evaluate, what_is_evaluated
-from flatmin.lab.training.relabel import predicted_labels, relabeled
 from flatmin.lab.training.schedule import learning_rate
-from flatmin.lab.training.session import Callback, Clock, Interruption, RunProgress
+from flatmin.lab.training.session import Callback, Clock, Interruption, RunProgress, fixes
 from flatmin.lab.training.steps import StepMetrics, Stepper
-from flatmin.lab.training.trained_model import load_trained, model_pipeline, with_weights_file
+from flatmin.lab.training.trained_model import (
+    load_trained,
+    model_pipeline,
+    predicted_labels,
+    relabeled,
+    with_weights_file,
+)
 
 GPU_ATTENTION_STEPS = 20  # reading the loss, or asking the other workers, synchronizes with the device
 
@@ -42,12 +46,11 @@ GPU_ATTENTION_STEPS = 20  # reading the loss, or asking the other workers, synch
 class Run:
     """A run in progress. Building it reads data and initial weights; nothing is written before `resume`."""
 
-    def __init__(
-        self, experiment: Experiment, seed: int, directory: RunDirectory, workers: Workers, data_root: Path | None
-    ) -> None:
-        self.experiment, self.directory, self.workers, self.data_root = experiment, directory, workers, data_root
+    def __init__(self, directory: RunDirectory, workers: Workers, data_root: Path | None) -> None:
+        self.directory, self.workers, self.data_root = directory, workers, data_root
+        self.experiment = experiment = directory.experiment
         self.dataset = workers.on_each(lambda: load_dataset(experiment.data, data_root=data_root))
-        self.run_seed = seed
+        seed = directory.seed
         if experiment.data.bootstrap:
             seed = torch_seed(seed, Purpose.SECOND_STAGE)  # from scratch: another start, another order
         self.seed = seed
@@ -114,11 +117,10 @@ class Run:
             freeze_batch_norm(self.network)
 
     def _predicted_labels(self) -> NDArray[np.int64]:
-        first_stage = self.directory.path.with_name(self.experiment.first_stage().run_name(self.run_seed))
+        path = self.directory.path
+        first_stage = path.with_name(self.experiment.first_stage().run_name(self.directory.seed))
         return predicted_labels(
-            self.directory.path,
-            self.dataset,
-            lambda: load_trained(first_stage, data_root=self.data_root).predicted_labels(),
+            path, self.dataset, lambda: load_trained(first_stage, data_root=self.data_root).predicted_labels()
         )
 
     def _read_saved(self) -> tuple[dict[str, Any] | None, list[Metrics]]:
@@ -136,13 +138,14 @@ class Run:
         return state, history[:num_epochs]
 
     def _write_start(self) -> None:
-        self.directory.add_environment(
-            {"num_workers": self.workers.count, "precision": self.stepper.precision, "inputs": self.inputs}
-        )
-        write_history(self.directory.path, self.progress.history)
-        data = self.experiment.data
+        path, data = self.directory.path, self.experiment.data
+        facts = {"num_workers": self.workers.count, "precision": self.stepper.precision, "inputs": self.inputs}
+        write_json(path / "environment.json", {"sessions": [*read_sessions(path), environment() | facts]})
+        write_history(path, self.progress.history)
         if data.label_noise:
-            self.directory.write_noise(data.label_noise, data.seed, self.dataset.flipped.tolist())
+            flipped = self.dataset.flipped.tolist()
+            noise = {"rate": data.label_noise, "seed": data.seed, "num_flipped": len(flipped), "flipped": flipped}
+            write_json(path / "label_noise.json", noise, indent=None)
 
     def run_epochs(self, callback: Callback | None, interruption: Interruption, checkpoint_seconds: float) -> Result:
         """Train the remaining epochs."""
@@ -215,7 +218,7 @@ class Run:
 
     def _write_epoch(self, metrics: Metrics, speed: Metrics, events: Any) -> None:
         add_metrics(self.directory.path, metrics)
-        self.directory.add_speed(speed)
+        append(self.directory.path / "speed.jsonl", json.dumps(speed) + "\n")
         write_events(events, metrics | speed)
 
     def _finished(self) -> bool:
@@ -229,11 +232,11 @@ class Run:
         """Return loss and errors on the validation and test sets; None for each if it does not evaluate now."""
         metrics: Metrics = {}
         for name, images in (("valid", self.dataset.valid), ("test", self.dataset.test)):
-            values: dict[str, Any] = dict.fromkeys(self.names)
-            if images is not None and evaluates:
-                batches = self.pipeline.evaluation(images)
-                values = evaluate(self.network, batches, self.names, self.stepper.precision, self.workers)
             if images is not None:
+                values: dict[str, Any] = dict.fromkeys(self.names)
+                if evaluates:
+                    batches = self.pipeline.evaluation(images)
+                    values = evaluate(self.network, batches, self.names, self.stepper.precision, self.workers)
                 metrics |= {f"{name}_{key}": value for key, value in finite(values).items()}
         return metrics
 

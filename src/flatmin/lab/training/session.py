@@ -1,4 +1,4 @@
-"""A session of a run: its progress, callback, clock, and the signals that may end it."""
+"""A session of a run: its progress, callback, clock, and what may end it: a signal, a loss that diverges."""
 
 import math
 import signal
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flatmin.lab.runs.history import Metrics
+from flatmin.lab.spec.experiment import Optim
 from flatmin.lab.training.distributed import Workers
 from flatmin.lab.training.steps import StepMetrics
 
@@ -120,3 +121,17 @@ def deferred_signals() -> Iterator[Interruption]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def fixes(optim: Optim, precision: str) -> list[str]:
+    """Return what may help if the loss diverges (NaN or inf), in a precision that is not "auto".
+
+    Example:
+        >>> fixes(Optim(lr=3.0, clip_norm=5.0), "float32")
+        ['a smaller optim.lr than 3', 'optim.warmup_epochs']
+    """
+    advice = [f"a smaller optim.lr than {optim.lr:g}", "optim.warmup_epochs"]
+    advice += [f"a smaller optim.rho than {optim.rho_text}"] if optim.uses_sam else []
+    advice += ["optim.clip_norm (the reference code has 5.0)"] if optim.clip_norm is None else []
+    advice += ["precision float32"] if precision == "bfloat16" else []
+    return advice

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,16 +19,14 @@ from flatmin.lab.training.distributed import Workers
 from flatmin.lab.training.precision import autocast, resolve_precision
 
 
-@dataclass(frozen=True)
-class PassMetrics:
+class PassMetrics(NamedTuple):
     """What one pass found on this worker's examples: means over the examples, on the device."""
 
     loss: Tensor
     error: Tensor
 
 
-@dataclass(frozen=True)
-class StepMetrics:
+class StepMetrics(NamedTuple):
     """What a step found at w and at w + eps (the same where there is no SAM)."""
 
     at_w: PassMetrics
@@ -58,14 +55,7 @@ def base_optimizer(optim: Optim, network: nn.Module) -> torch.optim.Optimizer:
 
 
 class Stepper:
-    """Takes the steps of a run.
-
-    Args:
-        experiment: what kind of steps.
-        network: on its device.
-        seed: of the run; noise of random layers and random directions come from it, the step and the worker.
-        workers: gradients are averaged over them.
-    """
+    """Takes the steps of a run; noise and random directions come from its seed, the step and the worker."""
 
     def __init__(self, experiment: Experiment, network: nn.Module, seed: int, workers: Workers) -> None:
         self.optim, self.network, self.seed, self.workers = experiment.optim, network, seed, workers
@@ -80,6 +70,9 @@ class Stepper:
         self.optimizer = base_optimizer(self.optim, network)
         self.generator = torch.Generator(workers.device)
         self.rho = self.optim.rho_number  # a factor until the radius is measured or read from a checkpoint
+        weight = self.optim.weight
+        if weight is None and self.optim.every > 1:  # SAM's strength, although only every k-th step has a correction
+            weight = self.optim.every / self.optim.part
         if self.optim.uses_sam and not self.optim.second_order:
             self.optimizer = SAM(
                 self.optimizer,
@@ -88,7 +81,7 @@ class Stepper:
                 adaptive=False if self.optim.adaptive is None else self.optim.adaptive,
                 ascent_steps=self.optim.ascent_steps,
                 direction=self.optim.direction,
-                weight=self._correction_weight(),
+                weight=weight,
                 generator=self.generator if self.optim.direction == "random" else None,
                 model=self.forward,
                 sync_perturbation=self.optim.sync_perturbation,
@@ -105,11 +98,6 @@ class Stepper:
         part = _cut(batch, self.optim.part)[0] if self.optim.part < 1 else batch
         part = _cut(part, self.optim.ascent_part)[0] if self.optim.ascent_part < 1 else part
         return max(len(piece.examples) for piece in self._micro_batches(part))
-
-    def _correction_weight(self) -> float | None:
-        """Return the weight that keeps SAM's strength where only every k-th step has a correction."""
-        optim = self.optim
-        return optim.every / optim.part if optim.weight is None and optim.every > 1 else optim.weight
 
     def step(self, batch: Batch, number: int, lr: float) -> StepMetrics:
         """Take step ``number`` of the run on this worker's part of a batch."""
@@ -324,6 +312,5 @@ def _mean(parts: list[PassMetrics], sizes: list[float]) -> PassMetrics:
     if len(parts) == 1:
         return parts[0]
     weights = torch.tensor(sizes, device=parts[0].loss.device) / sum(sizes)
-    return PassMetrics(
-        (torch.stack([p.loss for p in parts]) * weights).sum(), (torch.stack([p.error for p in parts]) * weights).sum()
-    )
+    loss, error = ((torch.stack(values) * weights).sum() for values in zip(*parts, strict=True))
+    return PassMetrics(loss, error)

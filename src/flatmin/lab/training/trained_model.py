@@ -1,6 +1,7 @@
-"""A trained model with its data, read from the directory of its run, to be measured or fine-tuned."""
+"""A trained model with its data, read from the directory of its run, to be measured, fine-tuned, or to label data."""
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,29 +15,18 @@ from torch import Tensor, nn
 from flatmin.lab.data.datasets import Dataset, load_dataset
 from flatmin.lab.data.images import Images
 from flatmin.lab.data.pipeline import Pipeline
-from flatmin.lab.errors import ModelError, RunError
+from flatmin.lab.errors import CorruptFileError, ModelError, RunError
 from flatmin.lab.models.build import build_model, input_statistics
 from flatmin.lab.runs.checkpoint import State, find_state, latest_checkpoint, read_state
 from flatmin.lab.runs.directory import is_finished, last_metrics, read_result, read_spec
-from flatmin.lab.runs.inputs import check_inputs
+from flatmin.lab.runs.environment import check_inputs
+from flatmin.lab.runs.json_files import read_json, write_json
 from flatmin.lab.spec.datasets import DatasetInfo
 from flatmin.lab.spec.experiment import Experiment, Model
 from flatmin.lab.training.distributed import Workers
-from flatmin.lab.training.relabel import read_predicted_labels, relabeled
 
 RUN_PREFIX = "run:"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Origin:
-    """Where the weights of a model are from."""
-
-    epoch: int
-    """How many epochs it was trained for."""
-    step: int | None
-    """... and how many steps; None for weights that were saved along training."""
-    checksum: str
-    """Of their file."""
+PREDICTED_LABELS = "predicted_labels.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,15 +39,14 @@ class TrainedModel:
     network: nn.Module
     dataset: Dataset
     pipeline: Pipeline
-    origin: Origin
+    epoch: int
+    """How many epochs it was trained for."""
+    step: int | None
+    """... and how many steps; None for weights that were saved along training."""
 
     @property
     def rho(self) -> float:
-        """SAM's radius: the spec's, or what the run measured before its first step.
-
-        Raises:
-            RunError: the run has not completed an epoch since then.
-        """
+        """SAM's radius: the spec's, or what the run measured before its first step."""
         rho = self.experiment.optim.rho
         measured = rho if isinstance(rho, float) else last_metrics(self.directory).get("rho")
         if measured is None:
@@ -65,20 +54,15 @@ class TrainedModel:
         return measured
 
     def at_epoch(self, epoch: int | None) -> "TrainedModel":
-        """Return the model as it was after another epoch (the latest if None), with the same dataset.
-
-        Raises:
-            RunError: the run has not saved these weights.
-        """
+        """Return the model after another epoch (the latest if None), whose weights the run saved."""
         network = copy.deepcopy(self.network)
-        return replace(self, network=network, origin=_load_weights(network, self.directory, epoch))
+        loaded = _load_weights(network, self.directory, epoch)
+        return replace(self, network=network, epoch=loaded["epoch"], step=loaded.get("step"))
 
     def training_batches(self, num_examples: int | None = None, batch_size: int = 500) -> list[tuple[Tensor, Tensor]]:
-        """Return training examples, not augmented, with the labels they were trained with (noise included).
+        """Return the first ``num_examples`` training examples (all if None), with the labels they were trained with.
 
-        Args:
-            num_examples: how many, from the first on; all if None.
-            batch_size: the largest number of examples in one batch.
+        They are not augmented; labels may be noisy.
         """
         return self._batches(self.dataset.train, num_examples, batch_size)
 
@@ -100,11 +84,44 @@ class TrainedModel:
         return labels
 
 
+def predicted_labels(run: Path, dataset: Dataset, predict: Callable[[], NDArray[np.int64]]) -> NDArray[np.int64]:
+    """Return the labels that the first model predicts for the training set of a run (Section 3.3).
+
+    They are saved in the run's directory: a resumed run sees the same labels.
+    """
+    if not (run / PREDICTED_LABELS).exists():
+        labels = predict()
+        content = {"num_changed": int((dataset.train.labels != labels).sum()), "labels": labels.tolist()}
+        write_json(run / PREDICTED_LABELS, content, indent=None)
+    return read_predicted_labels(run, dataset)
+
+
+def read_predicted_labels(run: Path, dataset: Dataset) -> NDArray[np.int64]:
+    """Return the labels that were predicted for the training set of a run, as `load_dataset` returns it."""
+    try:
+        labels: NDArray[np.int64] = np.array(read_json(run / PREDICTED_LABELS)["labels"], dtype=np.int64)
+    except FileNotFoundError:
+        fix = "Delete result.json and rerun the training command, which predicts the labels again."
+        raise RunError(f"{run / PREDICTED_LABELS} is missing. {fix}") from None
+    if labels.shape != dataset.train.labels.shape:
+        raise CorruptFileError(
+            run / PREDICTED_LABELS, f"it does not have one label for each of {len(dataset.train.labels)} examples"
+        )
+    return labels
+
+
+def relabeled(dataset: Dataset, labels: NDArray[np.int64]) -> Dataset:
+    """Return the dataset with other training labels; validation and test sets keep theirs.
+
+    ``flipped`` still says which labels were made noisy, although the predictions may have corrected them.
+    """
+    return replace(dataset, train=dataset.train.take(np.arange(len(labels)), labels))
+
+
 def with_weights_file(model: Model, runs: Path) -> Model:
     """Return the model with a file as its checkpoint if that is another run of the same directory (``run:NAME``).
 
-    Raises:
-        ModelError: there is no such run, it is not finished, or its final weights are missing or corrupt.
+    A ModelError says that there is no such run, that it is not finished, or that its final weights cannot be used.
     """
     if model.checkpoint is None or not model.checkpoint.startswith(RUN_PREFIX):
         return model
@@ -140,15 +157,8 @@ def model_pipeline(
 def load_trained(path: Path, *, data_root: Path | None = None, epoch: int | None = None) -> TrainedModel:
     """Read a run's model and dataset; the run need not be finished.
 
-    Args:
-        path: the run's directory.
-        data_root: the first directory in which the dataset is searched for.
-        epoch: use the weights after this epoch, which the run saved (``keep_every``); the latest if None.
-
-    Raises:
-        RunError: there is no run, it has no intact checkpoint, it is finished and its last checkpoint is corrupt, or
-            its images have changed.
-        DataError: the dataset is missing or corrupt.
+    The weights are those after an epoch that the run saved (``keep_every``); the latest if None. A RunError says why
+    they, or the images, cannot be used.
     """
     try:
         experiment = read_spec(path)
@@ -162,19 +172,27 @@ def load_trained(path: Path, *, data_root: Path | None = None, epoch: int | None
     # The weights come from the run; the file it started from need not exist any more.
     model = experiment.model.without_checkpoint()
     network = build_model(model, num_classes=info.num_classes, in_channels=info.channels)
-    origin = _load_weights(network, path, epoch)
+    state = _load_weights(network, path, epoch)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     network.to(device).eval()
-    pipeline = model_pipeline(network, experiment, info, 0, Workers(device=device))
     return TrainedModel(
-        directory=path, experiment=experiment, network=network, dataset=dataset, pipeline=pipeline, origin=origin
+        directory=path,
+        experiment=experiment,
+        network=network,
+        dataset=dataset,
+        pipeline=model_pipeline(network, experiment, info, 0, Workers(device=device)),
+        epoch=state["epoch"],
+        step=state.get("step"),
     )
 
 
-def _load_weights(network: nn.Module, run: Path, epoch: int | None) -> Origin:
-    """Load the weights that a run saved into a model."""
+def _load_weights(network: nn.Module, run: Path, epoch: int | None) -> State:
+    """Load the weights that a run saved into a model, and return all that was saved with them."""
     if epoch is not None:
-        state = _epoch_weights(run, epoch)
+        path = find_state(run / "weights", f"epoch-{epoch:06d}")
+        if path is None:
+            raise RunError(f"{run} has not saved its weights after epoch {epoch}: train with keep_every.")
+        state = _read_weights(path, {"epoch": epoch}, "Measure another epoch, or train the run again.")
     elif is_finished(run):
         _, state = _final_weights(run)  # an earlier checkpoint is another model than the result's
     else:
@@ -187,7 +205,7 @@ def _load_weights(network: nn.Module, run: Path, epoch: int | None) -> Origin:
     except ValueError as error:
         raise RunError(f"The weights of {run} cannot be loaded: {error}. Train the run again.") from None
     network.load_state_dict(state["model"])
-    return Origin(epoch=state["epoch"], step=state.get("step"), checksum=state["checksum"])
+    return state
 
 
 def _check_weights(network: nn.Module, state: State) -> None:
@@ -199,13 +217,6 @@ def _check_weights(network: nn.Module, state: State) -> None:
 
 def _kinds(weights: dict[str, Any]) -> dict[str, object]:
     return {n: (t.shape, t.dtype) if isinstance(t, Tensor) else None for n, t in weights.items()}
-
-
-def _epoch_weights(run: Path, epoch: int) -> State:
-    path = find_state(run / "weights", f"epoch-{epoch:06d}")
-    if path is None:
-        raise RunError(f"{run} has not saved its weights after epoch {epoch}: train with keep_every.")
-    return _read_weights(path, {"epoch": epoch}, "Measure another epoch, or train the run again.")
 
 
 def _final_weights(run: Path) -> tuple[Path, State]:

@@ -76,7 +76,7 @@ def bound(scale: Scale, known: Known) -> Findings:
         ],
         notes=[
             "The loss is the 0-1 error. The worst weights in the ball are those that one ascent step finds, so this is "
-            "an estimate of the bound from below.",
+            "an estimate of the bound from below."
         ],
     )
 

@@ -93,10 +93,7 @@ def hessian(scale: Scale, known: Known) -> Findings:
         scale,
         tables=[_table(models, spectra, family, at_end, before_end)],
         figures=[*_lambda_figures(models, spectra), *(figure for figures in densities for figure in figures)],
-        verdicts=[
-            family.judge(claim, at_end),
-            family.judge(f"Before the end of training, too: {claim}", before_end),
-        ],
+        verdicts=[family.judge(claim, at_end), family.judge(f"Before the end of training, too: {claim}", before_end)],
         hyperparameters=hyperparameters(
             "hessian",
             scale,
@@ -175,11 +172,7 @@ def _table(
             "lambda_max/lambda_5",
         ),
         *(row(c.quantity, [c.higher, c.lower], family.comparison(c)) for c in before_end),
-        [
-            "training loss of the last epoch",
-            *(m.cell(metric("train_loss", 1.0), unit="") for m in models.values()),
-            "",
-        ],
+        ["training loss of the last epoch", *(m.cell(metric("train_loss", 1.0), unit="") for m in models.values()), ""],
         ["test error", *(m.cell("test_error") for m in models.values()), ""],
     ]
     return Table(

@@ -56,7 +56,7 @@ def inner_steps_jobs(scale: Scale, known: Known) -> dict[tuple[str, int], list[J
 def inner_steps(scale: Scale, known: Known) -> Findings:
     """Train with 1, 2, 3 and 5 ascent steps; show test error and estimated sharpness, at the end and along training.
 
-    The estimated sharpness is the error rate of a batch at w + eps minus that at w, both as they were trained.
+    The estimated sharpness is the error rate of a batch at w + eps minus the rate at w, both as they were trained.
     """
     datasets, num_runs = DATASETS[scale], NUM_RUNS[scale]
     found = replicas_of(inner_steps_jobs(scale, known), known)

@@ -132,9 +132,7 @@ def predictive(scale: Scale, known: Known) -> Findings:
         figures=_figures(scores, members, size) if scores else [],
         verdicts=[_verdict(claim, scores, members, num_missing)],
         hyperparameters=own_settings(
-            [job.experiment for job in jobs],
-            ("loss to stop at", zoo.stop_loss),
-            ("rho of the measure", DEFAULT_RHO),
+            [job.experiment for job in jobs], ("loss to stop at", zoo.stop_loss), ("rho of the measure", DEFAULT_RHO)
         ),
         notes=[
             f"{len(members)} models of {len(jobs)} are counted; {num_short} did not come to the loss of "
@@ -173,15 +171,11 @@ def sharpness_measurements(zoo: Zoo) -> dict[int | None, Sharpness]:
 
 def _score(members: Sequence[Member], m: int | None) -> Score | None:
     """Return the score; None where no two models share two hyperparameters and differ in the gap: too few, so far."""
-    gaps_of: dict[tuple[float, ...], set[float]] = {}
-    for member in members:
-        h = member.hyperparameters
-        for first, second in itertools.combinations(range(len(h)), 2):
-            gaps_of.setdefault((first, second, h[first], h[second]), set()).add(member.gap)
-    if not any(len(gaps) > 1 for gaps in gaps_of.values()):
-        return None
     gaps, grid = [member.gap for member in members], [member.hyperparameters for member in members]
-    return predictive_power([member.sharpness[m] for member in members], gaps, grid)
+    try:
+        return predictive_power([member.sharpness[m] for member in members], gaps, grid)
+    except ValueError:
+        return None
 
 
 def better_predictor(
@@ -190,7 +184,7 @@ def better_predictor(
     """Return the two-sided p-value that two measures predict the gap equally well.
 
     If they do, it does not matter which of the two ranks of a model belongs to which measure: they are swapped at
-    random, model by model, and the difference of the scores is compared with those that come of it.
+    random, model by model, and the difference of the scores is compared with the differences after swapping.
     """
     ranks = np.stack([rankdata(first), rankdata(second)])
     rng = np.random.default_rng(0)

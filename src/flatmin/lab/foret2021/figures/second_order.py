@@ -79,7 +79,7 @@ def second_order(scale: Scale, known: Known) -> Findings:
         hyperparameters=hyperparameters("second-order", scale, [first], ("rho", first.optim.rho)),
         notes=[
             "The cosine is of the two updates on one fixed training batch, at the same weights; batch norm has its "
-            "running statistics. The L2 term takes part where training has it in the loss, as at the paper's scale.",
+            "running statistics. The L2 term takes part where training has it in the loss, as at the paper's scale."
         ],
     )
 
