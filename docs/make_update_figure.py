@@ -2,8 +2,8 @@
 
     python docs/make_update_figure.py [--images docs/images]
 
-A linear model with two layers of one weight each, y = w_2 w_1 x, and the mean squared error. The gradients and
-weights are those that `flatmin.SAM` computes. Takes seconds.
+A linear model with two layers of one weight each, y = w_2 w_1 x, and the mean squared error. `flatmin.SAM`
+computes the gradients and weights. Takes seconds.
 """
 
 import argparse
@@ -21,7 +21,7 @@ BLUE, ORANGE, GREEN, GREY = "#1f5fa8", "#d9730d", "#3c8d40", "#555555"
 RHO, LR = 0.5, 0.25
 START = (1.6, 0.25)
 INPUTS = torch.linspace(-1, 1, 21, dtype=torch.float64) / 0.6055  # mean square 1
-LABELS = INPUTS  # so that every pair with w_1 w_2 = 1 has no loss; where both are 1, the minimum is flattest
+LABELS = INPUTS  # every pair with w_1 w_2 = 1 has no loss; the minimum is flattest where both are 1
 
 
 def loss_at(weights: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Save in the middle, resume in a new process' worth of objects, and end with the same bits.
+"""Save in the middle, resume with new objects, and end with the same bits.
 
-The state dict is the base optimizer's: momentum is in it. The radius is not, so a schedule of rho is a function of the
-step here, as the learning rate's is.
+The state dict is the base optimizer's, with its momentum and the current radius. A schedule of rho is a function of the
+step, as the learning rate's is.
 """
 
 import io

@@ -56,7 +56,7 @@ def blocks(heading, language="python", page="recipes"):
 
 
 def run_recipe(heading, index=0, page="recipes", **names):
-    names |= {"SAM": SAM, "torch": torch, "nn": nn, "partial": partial}
+    names = {"SAM": SAM, "torch": torch, "nn": nn, "partial": partial} | names
     exec(blocks(heading, page=page)[index], names)
     return SimpleNamespace(**names)
 
@@ -320,70 +320,6 @@ def test_diffusion():
     by_hand(reference, torch.optim.SGD(reference.parameters(), lr=0.1), [x], backward, rho=0.05)
     assert_same(model, reference)
     assert_same(ema.module, reference)
-
-
-def test_negative_sampling():
-    """At a tiny radius both passes have the same loss, though the negatives come from NumPy's generator."""
-    features, _ = make_data()
-    edges = torch.tensor([[0, 1, 2, 3], [4, 5, 6, 7]])
-    torch.manual_seed(0)
-    layer = nn.Linear(6, 4)
-
-    def negative_sampling(edges, num_nodes):
-        return torch.from_numpy(np.random.randint(0, num_nodes, edges.shape))  # noqa: NPY002
-
-    def link_loss(z, edges, negatives):
-        scores = [(z[e[0]] * z[e[1]]).sum(dim=1) for e in (edges, negatives)]
-        return nn.functional.softplus(-scores[0]).mean() + nn.functional.softplus(scores[1]).mean()
-
-    opt = SAM(torch.optim.SGD(layer.parameters(), lr=0.1), rho=1e-6)
-    names = {"encoder": lambda x, edges: layer(x), "features": features, "edges": edges, "link_loss": link_loss}
-    run_recipe("Graphs with negative sampling", opt=opt, negative_sampling=negative_sampling, **names)
-    assert abs(opt.metrics.sharpness) < 1e-5
-
-
-def test_queue_and_teacher():
-    """Both passes see the queue and the teacher of the last step, and each is updated once, at w."""
-
-    class Queue(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("keys", torch.ones(4, 3))
-
-        def push(self, keys):
-            self.keys.copy_(torch.cat([keys[:2], self.keys[:-2]]))
-
-    def contrastive_loss(queries, keys, negatives):
-        logits = torch.cat([(queries * keys).sum(dim=1, keepdim=True), queries @ negatives.T], dim=1)
-        return nn.functional.cross_entropy(logits, torch.zeros(len(queries), dtype=torch.long))
-
-    @torch.no_grad()
-    def update_teacher(teacher, student, momentum):
-        teacher.weight.lerp_(student.weight, 1 - momentum)
-
-    torch.manual_seed(0)
-    student, teacher, queue = nn.Linear(6, 3, bias=False), nn.Linear(6, 3, bias=False), Queue()
-    before = student.weight.detach().clone(), teacher.weight.detach().clone()
-    x_1, _ = make_data()
-    x_2 = x_1 + 0.1
-    names = {"x_1": x_1, "x_2": x_2, "student": student, "teacher": teacher, "queue": queue}
-    recipe = run_recipe(
-        "Self-supervised learning: a queue or a teacher",
-        contrastive_loss=contrastive_loss,
-        update_teacher=update_teacher,
-        **names,
-    )
-    keys = x_2 @ before[1].T
-
-    def gradient(weight):
-        weight = weight.clone().requires_grad_()
-        return torch.autograd.grad(contrastive_loss(x_1 @ weight.T, keys, torch.ones(4, 3)), weight)[0]
-
-    g = gradient(before[0])
-    torch.testing.assert_close(student.weight.detach(), before[0] - 0.1 * gradient(before[0] + 0.05 * g / g.norm()))
-    torch.testing.assert_close(teacher.weight.detach(), before[1] + 0.01 * (before[0] - before[1]))
-    torch.testing.assert_close(queue.keys, torch.cat([keys[:2], torch.ones(2, 3)]))
-    assert recipe.opt.metrics.sharpness > 0
 
 
 @pytest.mark.parametrize("average", ["ema", "swa"])

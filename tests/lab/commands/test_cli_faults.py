@@ -59,6 +59,7 @@ def test_a_weights_file_that_cannot_be_used_is_named(content, suffix, capsys, tm
     code, _, err = run(capsys, *QUICK, "--model.checkpoint", f"weights.{suffix}")
     assert code == 2
     assert f"model.checkpoint: weights.{suffix} " in err
+    assert [path.name for path in tmp_path.iterdir()] == [f"weights.{suffix}"]  # no directory of runs
 
 
 @pytest.mark.parametrize("dtype", TYPES.values(), ids=TYPES)
