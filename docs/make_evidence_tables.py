@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 
 from flatmin.lab.cheap_sam.arms import BASE, SAM
-from flatmin.lab.cheap_sam.study import FAMILIES, pareto_front, points_of, results_of, share_of_gain
+from flatmin.lab.cheap_sam.study import FAMILIES, pareto_front, points_of, results_of, sam_gains, share_of_gain
 from flatmin.lab.demo.study import DEMO, METHODS
 from flatmin.lab.foret2021.items import ITEMS
 from flatmin.lab.foret2021.scales import CUTS
@@ -81,14 +81,14 @@ def arms(known):
     for entries in finished_conditions(known):
         points = points_of(entries)
         front = {p.name for p in pareto_front(points)}
-        means = {p.name: p.error.mean for p in points}
+        means, gains = {p.name: p.error.mean for p in points}, sam_gains(entries)
         chosen = {e.method.name: e.chosen.optim.rho for e in entries if e.chosen is not None}
         rows = []
         for p in sorted(points, key=lambda p: (p.cost, p.error.mean)):
             gain = "" if p.name == BASE else f"{round(means[BASE] - p.error.mean, 1) + 0.0:.1f}"  # no -0.0
             rho = f"{chosen[p.name]:g}" if chosen[p.name] else ""
             error = f"{p.error.mean:.1f} ± {p.error.half_width:.1f}"
-            share = share_of_gain(means, p.name)
+            share = share_of_gain(means, p.name) if gains else ""
             rows.append((p.name, f"{p.cost:g}", rho, error, gain, share, "yes" if p.name in front else ""))
         header = ("method", "passes", "rho", "test error, %", "gain, points", "share of SAM's gain", "on the front")
         num = len(next(e for e in entries if e.method.name == SAM).replicas.records)

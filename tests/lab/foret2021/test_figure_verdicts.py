@@ -276,7 +276,7 @@ def ascent(sharpness, errors):
     """Sharpness (a function of steps and of the fraction of training) and test error, by ascent steps."""
 
     def metrics(job):
-        steps, num = job.experiment.optim.ascent_steps, job.experiment.epochs
+        steps, num = job.experiment.optim.ascent_steps * job.experiment.optim.uses_sam, job.experiment.epochs
         noise = 1e-4 * np.random.default_rng((job.seed, steps)).standard_normal(num)
         return [
             {
@@ -291,7 +291,8 @@ def ascent(sharpness, errors):
     return metrics
 
 
-EQUAL_ERRORS = dict.fromkeys((1, 2, 3, 5), 0.15)
+EQUAL_ERRORS = {0: 0.18, **dict.fromkeys((1, 2, 3, 5), 0.15)}
+"""Without SAM (0 steps) and with it: half of SAM's gain is 1.5 points."""
 
 
 def test_ascent_steps_as_in_the_paper():
@@ -332,6 +333,16 @@ def test_steps_that_find_more_from_the_start_or_never_are_not_what_is_claimed(sh
 def test_a_test_error_that_changes_with_the_steps_is_seen(at_five, held):
     found = found_in("inner-steps", ascent(lambda s, at: 0.001, EQUAL_ERRORS | {5: at_five}))
     assert [v.status for v in found.verdicts] == [held, "not tested", "inconclusive", "inconclusive"]
+
+
+@pytest.mark.parametrize(
+    ("without_sam", "held"), [(0.18, "reproduced"), (0.155, "inconclusive"), (0.14, "inconclusive")]
+)
+def test_the_margin_is_half_of_sams_gain(without_sam, held):
+    """The steps change the error by at most 0.4 points, with 95 % confidence: too much for a gain of 0.5."""
+    found = found_in("inner-steps", ascent(lambda s, at: 0.001, EQUAL_ERRORS | {0: without_sam}))
+    assert found.verdicts[0].status == held
+    assert f"more than {max(0.0, 50 * (without_sam - 0.15)):.2g} would be a strong effect" in found.verdicts[0].evidence
 
 
 def with_test_error(error):

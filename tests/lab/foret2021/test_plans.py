@@ -140,7 +140,7 @@ LAPTOP_COST = {  # runs, passes over images
     "predictive": (48, 2_880_000),
     "second-order": (10, 1_200_000),
     "p-norm": (65, 5_000_000),
-    "inner-steps": (20, 3_000_000),
+    "inner-steps": (25, 3_200_000),
     "bound": (10, 600_000),
 }
 

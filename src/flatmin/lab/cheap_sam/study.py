@@ -122,15 +122,22 @@ def _cost(entry: MethodResult) -> float:
     return cost_in_passes(entry.chosen, entry.condition.start.epochs)
 
 
+def sam_gains(entries: Sequence[MethodResult]) -> bool:
+    """Return whether SAM's gain is known well enough to divide by: its 95 % interval is within half of it."""
+    base, sam = (_by_name(entries)[name].replicas for name in (BASE, SAM))
+    differences = sam.lower_than(base, "test error, %", "test_error").differences
+    gain = mean_and_interval([-difference for difference in differences]) if differences else Interval(0.0, math.inf)
+    return gain.mean > 2 * gain.half_width
+
+
 def share_of_gain(means: Mapping[str, float], name: str) -> str:
-    """Return the share of SAM's gain that a method has, given mean errors; empty where SAM gains nothing.
+    """Return the share of SAM's gain that a method has, given mean errors; only where there is a gain (`sam_gains`).
 
     Example:
         >>> share_of_gain({"no SAM": 40.0, "SAM": 30.0, "part 1/8": 29.0}, "part 1/8")
         '110 %'
     """
-    gain = means[BASE] - means[SAM]
-    return "" if name in (BASE, SAM) or gain <= 0 else f"{100 * (means[BASE] - means[name]) / gain:.0f} %"
+    return "" if name in (BASE, SAM) else f"{100 * (means[BASE] - means[name]) / (means[BASE] - means[SAM]):.0f} %"
 
 
 def _table(entries: Sequence[MethodResult]) -> Table:
@@ -139,7 +146,7 @@ def _table(entries: Sequence[MethodResult]) -> Table:
         for e in entries
         if (values := e.values("test_error")) and e.incomplete_reason is None
     }
-    sam = _by_name(entries)[SAM]
+    sam, gains = _by_name(entries)[SAM], sam_gains(entries)
     rows: list[Row] = []
     for entry in sorted(entries, key=lambda e: math.inf if e.chosen is None else _cost(e)):
         name = entry.method.name
@@ -157,7 +164,7 @@ def _table(entries: Sequence[MethodResult]) -> Table:
                 entry.chosen.optim.rho_text if entry.chosen is not None and entry.chosen.optim.uses_sam else "",
                 entry.replicas.cell("test_error", note=entry.edge_note),
                 entry.replicas.cell("train_error"),
-                share_of_gain(means, name) if known else "",
+                share_of_gain(means, name) if known and gains else "",
                 difference,
             ]
         )
@@ -168,7 +175,8 @@ def _table(entries: Sequence[MethodResult]) -> Table:
         title=entries[0].condition.name,
         columns=columns,
         rows=rows,
-        note=f"{shared}rho was chosen on the validation split.",
+        note=f"{shared}rho was chosen on the validation split."
+        f"{'' if gains else ' The interval of the gain of SAM is too wide here for shares of it.'}",
     )
 
 
