@@ -85,6 +85,22 @@ def train(rank, settings, way):
     return weights(model), opt.metrics.perturbation_norm, opt.metrics.grad_norm
 
 
+def single_process(settings):
+    """The same training without shards: one process on the batches of both."""
+    model = make_model()
+    opt = SAM(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), **settings, **generator_for(settings))
+    for step in range(STEPS):
+
+        def closure():
+            opt.zero_grad()
+            loss = sum(loss_of(model, batch(rank, step)) for rank in range(2)) / 2
+            loss.backward()
+            return loss
+
+        opt.step(closure)
+    return weights(model), opt.metrics.perturbation_norm, opt.metrics.grad_norm
+
+
 def collectives_of_one_perturbation(rank, settings):
     model = sharded_model()
     opt = SAM(torch.optim.SGD(model.parameters(), lr=0.1), model=model, **settings)
