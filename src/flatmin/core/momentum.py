@@ -4,6 +4,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from flatmin.core.flat_buffers import VectorOf
+from flatmin.core.joint_optimizer import bases_of
 
 MOMENTUM_KEYS = ("momentum_buffer", "exp_avg")
 
@@ -20,19 +21,20 @@ def momentum_in(base: Optimizer) -> VectorOf:
 
 
 def has_momentum(base: Optimizer, num_steps: int) -> bool:
-    """Return whether the base optimizer has taken a step, and so has a momentum.
+    """Return whether the base optimizers have taken a step, and so have a momentum.
 
     Raises:
-        ValueError: it has taken a step and has no momentum.
+        ValueError: one has taken a step and has no momentum.
     """
-    parameters = [p for group in base.param_groups for p in group["params"]]
-    momentum_of = momentum_in(base)
-    if any(momentum_of(p) is not None for p in parameters):
-        return True
-    if num_steps > 0 or any(base.state.get(p) for p in parameters):
-        raise ValueError(
-            f'direction="momentum" needs a base optimizer with a momentum ({" or ".join(MOMENTUM_KEYS)} in its '
-            f"state), but {type(base).__name__} has none. Use SGD(..., momentum=0.9) or AdamW, or "
-            'direction="gradient".'
-        )
-    return False
+    found = []
+    for one in bases_of(base):
+        parameters = [p for group in one.param_groups for p in group["params"]]
+        momentum_of = momentum_in(one)
+        found.append(any(momentum_of(p) is not None for p in parameters))
+        if not found[-1] and (num_steps > 0 or any(one.state.get(p) for p in parameters)):
+            raise ValueError(
+                f'direction="momentum" needs a base optimizer with a momentum ({" or ".join(MOMENTUM_KEYS)} in its '
+                f"state), but {type(one).__name__} has none. Use SGD(..., momentum=0.9) or AdamW, or "
+                'direction="gradient".'
+            )
+    return all(found)

@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 from flatmin.core import ddp, dtensor
 from flatmin.core.batch_split import Batch, call_with, split_batch
 from flatmin.core.callers import check_not_in_grad_scaler, is_checkpoint
-from flatmin.core.checks import MIGRATION, check_base, check_closures, check_generator, check_loss, check_rho, shares_of
+from flatmin.core.checks import MIGRATION, check_closures, check_generator, check_loss, check_rho, shares_of
 from flatmin.core.gradient_sum import GradientSum
+from flatmin.core.joint_optimizer import as_one, bases_of
 from flatmin.core.metrics import PerturbedPass, SAMMetrics, plain_metrics
 from flatmin.core.micro_batches import micro_batch_gradient, put_reduced
 from flatmin.core.optimizer_wrapper import NotCompiledContext, OptimizerWrapper, not_compiled, with_own_hooks
@@ -61,7 +62,9 @@ class SAM(OptimizerWrapper):
     not draw a new batch (:func:`flatmin.check_pass`).
 
     Args:
-        base: a built optimizer, such as ``torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)``.
+        base: a built optimizer, such as ``torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)``. Or a list of
+            them, each with its own parameters, such as ``[muon, adamw]``: one perturbation with one joint norm over
+            all, one set of passes, and then each takes its step.
         rho: the radius of the neighborhood. May be changed between steps by assigning to ``opt.rho``, which is part of
             the state dict. With 0 a step is one plain pass, exactly the base optimizer's.
         p: the norm of the neighborhood, in [1, inf].
@@ -95,7 +98,7 @@ class SAM(OptimizerWrapper):
 
     Raises:
         TypeError: base is not an optimizer instance, or one that needs a closure itself.
-        ValueError: an argument out of its range.
+        ValueError: an argument out of its range, or a parameter in two base optimizers.
 
     Example:
         For :math:`L(w) = w^2 / 2` at w = 1, the gradient is taken at 1 + rho:
@@ -123,7 +126,7 @@ class SAM(OptimizerWrapper):
 
     def __init__(
         self,
-        base: Optimizer,
+        base: Optimizer | Sequence[Optimizer],
         *,
         rho: float = 0.05,
         p: float = 2.0,
@@ -136,8 +139,8 @@ class SAM(OptimizerWrapper):
         model: nn.Module | None = None,
         sync_perturbation: bool = False,
     ) -> None:
-        check_base(base)
-        if isinstance(base, SAM):
+        base = as_one(base)
+        if any(isinstance(one, SAM) for one in bases_of(base)):
             raise TypeError("base is a SAM already: wrap the optimizer inside it, once.")
         settings = Settings.checked(
             p=p,
@@ -164,6 +167,11 @@ class SAM(OptimizerWrapper):
             self.param_groups[0][GENERATOR_KEY] = self.generator.get_state()
 
     # What can be read and changed.
+
+    @property
+    def bases(self) -> tuple[Optimizer, ...]:
+        """The base optimizers; ``base`` is the only one, or all of them as one."""
+        return bases_of(self.base)
 
     @property
     def rho(self) -> float:
