@@ -85,6 +85,22 @@ def train(rank, settings, way):
     return weights(model), opt.metrics.perturbation_norm, opt.metrics.grad_norm
 
 
+def single_process(settings):
+    """The same training without shards: one process on the batches of both."""
+    model = make_model()
+    opt = SAM(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), **settings, **generator_for(settings))
+    for step in range(STEPS):
+
+        def closure():
+            opt.zero_grad()
+            loss = sum(loss_of(model, batch(rank, step)) for rank in range(2)) / 2
+            loss.backward()
+            return loss
+
+        opt.step(closure)
+    return weights(model), opt.metrics.perturbation_norm, opt.metrics.grad_norm
+
+
 def collectives_of_one_perturbation(rank, settings):
     model = sharded_model()
     opt = SAM(torch.optim.SGD(model.parameters(), lr=0.1), model=model, **settings)
@@ -185,6 +201,53 @@ def checkpoint_round_trip(rank, folder):
     steps(model, opt, range(2, 4))
     steps(other, other_opt, range(2, 4))
     return weights(model), weights(other)
+
+
+def two_optimizers(model, matrices):
+    make = torch.optim.Muon if matrices == "muon" else torch.optim.SGD
+    first, *others = model.parameters()  # torch's Muon cannot step on a shard without rows, as the last layer has
+    bases = [make([first], lr=0.05, momentum=0.9, weight_decay=0.0), torch.optim.AdamW(others, lr=0.01)]
+    return SAM(bases, rho=0.3, model=model)
+
+
+def step_two_optimizers(model, opt, ranks, steps):
+    for step in steps:
+
+        def closure():
+            opt.zero_grad()
+            loss = sum(loss_of(model, batch(rank, step)) for rank in ranks) / len(ranks)
+            loss.backward()
+            return loss
+
+        opt.step(closure)
+
+
+def train_two_optimizers(rank, matrices, folder):
+    """Return the weights, and those of a training that went on from a distributed checkpoint before its last step."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    model = sharded_model()
+    opt = two_optimizers(model, matrices)
+    step_two_optimizers(model, opt, [rank], range(2))
+    opt.zero_grad()
+    model_state, opt_state = get_state_dict(model, opt)
+    dcp.save({"model": model_state, "opt": opt_state}, checkpoint_id=folder)
+    other = sharded_model()
+    other_opt = two_optimizers(other, matrices)
+    model_state, opt_state = get_state_dict(other, other_opt)
+    state = {"model": model_state, "opt": opt_state}
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(other, other_opt, model_state_dict=state["model"], optim_state_dict=state["opt"])
+    step_two_optimizers(model, opt, [rank], [2])
+    step_two_optimizers(other, other_opt, [rank], [2])
+    return weights(model), weights(other)
+
+
+def single_process_with_two_optimizers(matrices):
+    model = make_model()
+    step_two_optimizers(model, two_optimizers(model, matrices), [0, 1], range(3))
+    return weights(model)
 
 
 def plain_before_replicated(rank):

@@ -27,30 +27,13 @@ SETTINGS = [
 ]
 
 
-def single_process(settings):
-    model = fsdp_cases.make_model()
-    opt = SAM(
-        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), **settings, **fsdp_cases.generator_for(settings)
-    )
-    for step in range(fsdp_cases.STEPS):
-
-        def closure():
-            opt.zero_grad()
-            loss = sum(fsdp_cases.loss_of(model, fsdp_cases.batch(rank, step)) for rank in range(2)) / 2
-            loss.backward()
-            return loss
-
-        opt.step(closure)
-    return fsdp_cases.weights(model), opt.metrics.perturbation_norm, opt.metrics.grad_norm
-
-
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("way", ["closure", "perturbed"])
 def test_the_trajectory_is_that_of_a_single_process(two_processes, settings, way):
     if way == "perturbed" and settings.get("ascent_steps", 1) > 1:
         way = "closure"
     results = two_processes.run(fsdp_cases.train, settings, way)
-    expected = single_process(settings)
+    expected = fsdp_cases.single_process(settings)
     for got in results:
         for value, reference in zip(got, expected, strict=True):
             torch.testing.assert_close(value, reference, rtol=1e-10, atol=1e-12, equal_nan=True)

@@ -70,6 +70,33 @@ def test_trains_as_a_plain_loop_does(settings, clip):
     assert difference(without, expected) > 1e-4  # a callback that does nothing would be seen
 
 
+def two_optimizers(parameters):
+    parameters = list(parameters)
+    matrices, others = ([p for p in parameters if (p.ndim == 2) == is_matrix] for is_matrix in (True, False))
+    return SAM([torch.optim.SGD(matrices, lr=0.1, momentum=0.9), torch.optim.AdamW(others, lr=0.01)], rho=0.1)
+
+
+def test_a_module_may_return_sam_around_two_optimizers():
+    """The callback wraps one optimizer, as Lightning's automatic optimization has one; SAM itself is one too."""
+    model, trainer = lightning_cases.fit([], lightning_cases.Classifier(two_optimizers))
+    net = lightning_cases.Classifier().net
+    opt = two_optimizers(net.parameters())
+    schedule = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
+    for _ in range(2):
+        for x, y in lightning_cases.make_data():
+
+            def closure(x=x, y=y):
+                opt.zero_grad()
+                loss = loss_fn(net(x), y)
+                loss.backward()
+                return loss
+
+            opt.step(closure)
+        schedule.step()
+    assert difference(dict(model.net.named_parameters()), dict(net.named_parameters())) < 1e-6
+    assert [group["lr"] for group in trainer.optimizers[0].param_groups] == pytest.approx([0.025, 0.0025])
+
+
 def test_values_are_logged_once_and_at_w():
     _, trainer = lightning_cases.fit(SAMCallback(rho=0.1), max_epochs=1)
     _, losses = plain_loop(num_epochs=1)

@@ -77,6 +77,29 @@ def test_trains_as_a_plain_loop_does(sam, clip):
     assert difference(plain_loop(trainer.steps, mean_loss, rho=0.0, clip=clip)[0], expected) > 1e-5
 
 
+def two_optimizers(model):
+    matrices, others = ([p for p in model.parameters() if (p.ndim == 2) == is_matrix] for is_matrix in (True, False))
+    return [torch.optim.SGD(matrices, lr=0.1, momentum=0.9), torch.optim.AdamW(others, lr=0.01)]
+
+
+def test_a_list_of_optimizers_in_place_of_one(tmp_path):
+    settings = {"gradient_accumulation_steps": 1, "lr_scheduler_type": "linear", "bases": two_optimizers}
+    trainer = cases.make_trainer({"rho": 0.1}, Recording, **settings)
+    trainer.train()
+    model = cases.make_model().train()
+    opt = SAM(two_optimizers(model), rho=0.1, model=model)
+    schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1 - step / len(trainer.steps))
+    for (batch,) in trainer.steps:
+        opt.step_batch(lambda b: mean_loss(model, b), batch)
+        schedule.step()
+    assert difference(trainer.model.state_dict(), model.state_dict()) < 1e-6
+    settings |= {"save_strategy": "steps", "save_steps": 4, "output_dir": str(tmp_path)}
+    cases.make_trainer({"rho": 0.1}, **settings).train()
+    resumed = cases.make_trainer({"rho": 0.1}, **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert difference(trainer.model.state_dict(), resumed.model.state_dict()) == 0
+
+
 def test_accumulation_of_language_models_counts_every_token_once():
     """With a part, the plain gradient is over all tokens, however many each example has."""
     settings = {"language_model": True, "gradient_accumulation_steps": 3, "lr_scheduler_type": "constant"}

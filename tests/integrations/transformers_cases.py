@@ -34,16 +34,18 @@ def make_data(language_model=False):
     return rows
 
 
-def make_trainer(sam, trainer_class=SAMTrainer, language_model=False, dropout=0.0, output_dir=None, **settings):
+def make_trainer(
+    sam, trainer_class=SAMTrainer, language_model=False, dropout=0.0, output_dir=None, bases=None, **settings
+):
     defaults = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "optim": "sgd"}
     defaults |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": 0.1}
     defaults |= {"num_train_epochs": 1, "max_grad_norm": 0.0, "logging_steps": 1}
     defaults |= {"average_tokens_across_devices": False}  # which would double the loss of BERT with two workers
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(output_dir=output_dir or folder, **defaults | settings)
-        return trainer_class(
-            model=make_model(language_model, dropout), args=args, train_dataset=make_data(language_model), sam=sam
-        )
+        model = make_model(language_model, dropout)
+        given = {} if bases is None else {"optimizers": (bases(model), None)}
+        return trainer_class(model=model, args=args, train_dataset=make_data(language_model), sam=sam, **given)
 
 
 def main(folder):

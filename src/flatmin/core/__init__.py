@@ -3,6 +3,7 @@
 from flatmin.core.check_pass import PassCheck, check_pass
 from flatmin.core.gradient import SAMGradient, sam_gradient
 from flatmin.core.metrics import SAMMetrics
+from flatmin.core.norm_parameters import norm_parameters
 from flatmin.core.perturbation import ascent_step, random_step
 from flatmin.core.rho_finder import suggest_rho
 from flatmin.core.rho_suggestion import RhoSuggestion, RiseCurve
@@ -20,6 +21,7 @@ __all__ = [
     "ascent_step",
     "check_pass",
     "effective_perturbation",
+    "norm_parameters",
     "random_step",
     "sam_gradient",
     "suggest_rho",

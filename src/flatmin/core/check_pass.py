@@ -76,7 +76,7 @@ def check_pass(opt: SAM, closure: Callable[..., Any], batch: Batch | None = None
         raise TypeError(f"opt must be a flatmin.SAM, got {type(opt).__name__}.")
     if not callable(closure):
         raise TypeError(f"closure must be a function, got {type(closure).__name__}.")
-    opt._check_not_perturbed("check_pass()")
+    opt._state.check_not_perturbed("check_pass()")
     passes = opt._passes
     run_pass = closure if batch is None else opt._closure(closure, batch)
     trained = list(dict.fromkeys(passes.parameters()))

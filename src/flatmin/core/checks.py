@@ -53,10 +53,12 @@ def check_adaptive(adaptive: bool | float) -> float | None:
     return float(adaptive)
 
 
-def check_ascent_steps(ascent_steps: int, p: float, direction: str) -> int:
+def check_ascent_steps(ascent_steps: int, p: float, direction: object) -> int:
     """Return the number of ascent steps, or raise where there is no such ascent."""
-    if direction not in ("gradient", "random", "momentum"):
-        raise ValueError(f'direction must be "gradient", "random" or "momentum", got {direction!r}.')
+    if not callable(direction) and direction not in ("gradient", "random", "momentum"):
+        raise ValueError(f'direction must be "gradient", "random", "momentum" or a function, got {direction!r}.')
+    if isinstance(direction, type):
+        raise TypeError(f"direction is the class {direction.__name__}. Pass an instance: {direction.__name__}(...).")
     if isinstance(ascent_steps, bool) or not isinstance(ascent_steps, int):
         raise TypeError(f"ascent_steps must be a whole number, got {ascent_steps!r}.")
     if ascent_steps < 1:
@@ -66,7 +68,7 @@ def check_ascent_steps(ascent_steps: int, p: float, direction: str) -> int:
             f"ascent_steps={ascent_steps} with p={p}: several steps are projected onto the ball, which is implemented "
             "for p = 1, 2 and inf. Choose one of them, or ascent_steps=1."
         )
-    if ascent_steps > 1 and direction != "gradient":
+    if ascent_steps > 1 and direction in ("random", "momentum"):
         raise ValueError(
             f'ascent_steps={ascent_steps} with direction="{direction}": only the gradient changes from step to step. '
             'Use ascent_steps=1, or direction="gradient".'
@@ -85,6 +87,21 @@ def check_weight(weight: float | None) -> float | None:
             f"weight must be finite and not negative, got {weight!r}. None is full strength; 0 is the base optimizer."
         )
     return float(weight)
+
+
+def check_combine(combine: Any, weight: float | None) -> Any:
+    """Return the function that combines both gradients, or raise for one that cannot."""
+    if combine is not None and (not callable(combine) or isinstance(combine, type)):
+        raise TypeError(
+            f"combine must be a function of two lists of gradients, or None, got {combine!r}. Pass an instance of a "
+            "class, not the class."
+        )
+    if combine is not None and weight is not None:
+        raise ValueError(
+            f"combine and weight={weight!r} both say how the gradients at w and at w + eps make a step. Leave out one: "
+            "weight=c is combine with g + c * (g_eps - g)."
+        )
+    return combine
 
 
 def check_closures(closures: Any) -> list[Callable[[], Any]]:

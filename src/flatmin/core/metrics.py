@@ -30,7 +30,8 @@ class SAMMetrics:
     sharpness: Tensor = field(default_factory=_unknown)
     """The rise of the loss from w to w + eps, on the same examples; unknown with ``ascent=``, where they differ."""
     grad_norm: Tensor = field(default_factory=_unknown)
-    r"""The dual norm :math:`\lVert g \rVert_q` of the gradient at w (for p = 2 the ordinary one)."""
+    r"""The dual norm :math:`\lVert g \rVert_q` of the gradient at w (for p = 2 the ordinary one); unknown if the
+    direction is not the gradient."""
     perturbation_norm: Tensor = field(default_factory=_unknown)
     r""":math:`\lVert \epsilon \rVert_p`: rho, or 0 after a zero or non-finite gradient. It differs with ASAM."""
 

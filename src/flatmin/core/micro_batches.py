@@ -13,7 +13,7 @@ from flatmin.core.step_passes import Closure, SAMPasses, Share, StepPasses
 
 
 def micro_batch_gradient(
-    passes: StepPasses, closures: list[Closure], rest: Closure | None, shares: list[float], *, is_plain: bool
+    passes: StepPasses, closures: list[Closure], rest: Closure | None, shares: list[float]
 ) -> SAMPasses:
     r"""Leave the gradient of a batch in the parameters, reduced over the workers, and return what was measured.
 
@@ -21,15 +21,16 @@ def micro_batch_gradient(
 
     .. math:: \sum_i s_i \left( g_i(w) + c\, (g_i(w + \epsilon_i) - g_i(w)) \right) + s_r g_r(w),
 
-    where c is 1 without a rest and :math:`1 / \sum_i s_i` with one: the correction keeps SAM's strength.
+    where c is 1 without a rest and :math:`1 / \sum_i s_i` with one: the correction keeps SAM's strength. With
+    ``combine``, its result for each closure takes the place of :math:`g_i(w + \epsilon_i)`.
 
     Args:
         passes: runs the passes.
         closures: one per micro-batch.
         rest: the closure of the examples without a correction, or None.
         shares: how much each closure counts, the rest's last; they sum to 1.
-        is_plain: whether this is a step without a correction.
     """
+    is_plain = not passes.needs_perturbed_pass()
     if rest is not None and passes.settings.direction == "momentum":
         raise ValueError('rest saves nothing with direction="momentum", whose step is one pass. Leave it out.')
     own = shares[: len(closures)]

@@ -8,7 +8,7 @@ perturbation for rho = 1.
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,8 +50,8 @@ def suggest_rho(
     several workers, call it on all of them: means are over all workers' batches, and all get the same radius.
 
     Args:
-        opt: the optimizer; its p, adaptive, groups and sync_perturbation are used. Its rho does not matter, unless
-            groups have a ``sam_rho``, which keep their ratio to it.
+        opt: the optimizer; its p, adaptive, groups, sync_perturbation and a direction that is a function are used. Its
+            rho does not matter, unless groups have a ``sam_rho``, which keep their ratio to it.
         loss_fn: returns the mean loss of the examples it is given, as for ``step_batch``: ``loss_fn(*batch)`` for a
             tuple or list, ``loss_fn(batch)`` for a tensor or dict. A constant factor changes nothing: scale the loss if
             float16 gradients underflow.
@@ -74,7 +74,7 @@ def suggest_rho(
     """
     if not isinstance(opt, SAM):
         raise TypeError(f"opt must be a flatmin.SAM, got {type(opt).__name__}: its p, adaptive and groups are needed.")
-    if opt.settings.direction != "gradient":
+    if not opt.settings.follows_gradient:
         raise ValueError(
             f"suggest_rho follows the gradient, but opt has direction={opt.settings.direction!r}. Measure it with a "
             'SAM(..., direction="gradient") around the same base optimizer.'
@@ -85,7 +85,7 @@ def suggest_rho(
         raise ValueError(f"num_batches must be a whole number of at least 1, got {num_batches!r}.")
     if not (isinstance(rise, int | float) and 0 < rise < math.inf):
         raise ValueError(f"rise must be a positive share of the loss, got {rise!r}. The rule's is 0.1.")
-    opt._check_not_perturbed("suggest_rho()")
+    opt._state.check_not_perturbed("suggest_rho()")
     source = _Source(opt, loss_fn, batches, m, num_batches)
     table = source.run(())
     loss, unit, grad_norm = _means(table)
@@ -118,6 +118,11 @@ def _check(loss: float, unit: float) -> None:
         raise ValueError(
             f"The loss is {loss:.3g}, but the rule is a share of a positive loss whose smallest value is 0, such as "
             "cross-entropy. Shift the loss, or choose rho by hand: try 0.01 to 0.5 on validation data."
+        )
+    if unit < 0:
+        raise ValueError(
+            f"The first-order rise of the loss along opt.direction is negative ({unit:.3g} for rho = 1), so no radius "
+            "follows from it: the function points downhill. Choose rho by hand."
         )
     if unit == 0:
         raise ValueError(
@@ -188,24 +193,31 @@ class _Source:
                     loss.backward()  # type: ignore[no-untyped-call]
             return keep_loss(loss)
 
-        def ascend(rho: float) -> AscentNorms:
+        def ascend(rho: float, vectors: Mapping[Tensor, Tensor | None]) -> AscentNorms:
             return perturber.ascend(
                 [rho * radius for radius in self.unit_radii],
                 p=settings.p,
                 eta=settings.eta,
                 maximize=[False] * len(self.unit_radii),
-                vector_of=grads.get,
+                vector_of=vectors.get,
             )
 
         loss = run(backward=True)
         grads = {p: p.grad for p in parameters}
         _drop_gradients(parameters)
-        norms = ascend(1.0)
-        values = [loss, max(self.unit_radii) * norms.scaled_gradient, norms.gradient]
+        norms = ascend(1.0, grads)
+        unit = max(self.unit_radii) * norms.scaled_gradient
+        vectors: Mapping[Tensor, Tensor | None] = grads
+        if (direction := self.opt._passes.direction) is not None:
+            vectors = direction(self.opt._passes.perturbed_parameters(list(self.unit_radii)), grads)
+            perturber.restore()
+            ascend(1.0, vectors)
+            unit = perturber.first_order_rise(grads.get)
+        values = [loss, unit, norms.gradient]
         for rho in rhos:
             perturber.restore()
             if rho > 0:
-                ascend(rho)
+                ascend(rho, vectors)
             # FSDP2 gathers weights anew only after a backward pass.
             values.append(run(backward=any(dtensor.is_sharded(p) for p in parameters)))
             _drop_gradients(parameters)

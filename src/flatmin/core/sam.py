@@ -2,8 +2,7 @@
 
 import contextlib
 import inspect
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast, overload
 
@@ -13,34 +12,19 @@ from torch.optim import Optimizer
 
 from flatmin.core import ddp, dtensor
 from flatmin.core.batch_split import Batch, call_with, split_batch
-from flatmin.core.callers import check_not_in_grad_scaler, is_checkpoint_initialization
-from flatmin.core.checks import MIGRATION, check_base, check_closures, check_generator, check_loss, check_rho, shares_of
+from flatmin.core.callers import check_not_in_grad_scaler, is_checkpoint
+from flatmin.core.checks import MIGRATION, check_closures, check_generator, check_loss, check_rho, shares_of
 from flatmin.core.gradient_sum import GradientSum
-from flatmin.core.metrics import PerturbedPass, SAMMetrics, plain_metrics, two_pass_metrics
+from flatmin.core.joint_optimizer import as_one, bases_of
+from flatmin.core.metrics import PerturbedPass, SAMMetrics, plain_metrics
 from flatmin.core.micro_batches import micro_batch_gradient, put_reduced
 from flatmin.core.optimizer_wrapper import NotCompiledContext, OptimizerWrapper, not_compiled, with_own_hooks
 from flatmin.core.rng import direction_generator
 from flatmin.core.settings import Direction, Settings
-from flatmin.core.step_passes import GENERATOR_KEY, RHO_KEY, Closure, FirstPass, Share, StepPasses
+from flatmin.core.step_functions import CombineFunction
+from flatmin.core.step_passes import FUNCTION_KEYS, GENERATOR_KEY, RHO_KEY, Closure, FirstPass, Share, StepPasses
 from flatmin.core.step_state import StepState
-
-USED_WARNING = (
-    "Gradients of the previous step were not zeroed, so the ascent direction mixes both. Call opt.zero_grad() before "
-    "the first pass."
-)
-
-
-LOST_MICRO_BATCHES = (
-    "There were {before} backward passes before `with opt.perturbed():` but {within} within it, so the other "
-    "micro-batches would be lost. Run all of them in both passes:\n"
-    "    opt.zero_grad()\n"
-    "    for x, y in micro_batches:\n"
-    "        (loss_fn(model(x), y) / len(micro_batches)).backward()\n"
-    "    with opt.perturbed():\n"
-    "        for x, y in micro_batches:\n"
-    "            (loss_fn(model(x), y) / len(micro_batches)).backward()\n"
-    "    opt.step()"
-)
+from flatmin.core.two_passes import perturbed_block
 
 
 class SAM(OptimizerWrapper):
@@ -73,12 +57,14 @@ class SAM(OptimizerWrapper):
     :math:`\epsilon = T\, dual_p(T g)` with T the group's radius, still with one joint norm. 0 takes the group out.
 
     Guarantees: weights come back exactly, even if an exception is raised; a zero or non-finite gradient gives
-    :math:`\epsilon = 0`; nothing synchronizes with the device; all passes draw the same noise and, with ``model``,
-    start from the same buffers. A closure is called twice, so it must not draw a new batch
-    (:func:`flatmin.check_pass`).
+    :math:`\epsilon = 0`; nothing synchronizes with the device (except the first call of a function that you pass); all
+    passes draw the same noise and, with ``model``, start from the same buffers. A closure is called twice, so it must
+    not draw a new batch (:func:`flatmin.check_pass`).
 
     Args:
-        base: a built optimizer, such as ``torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)``.
+        base: a built optimizer, such as ``torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)``. Or a list of
+            them, each with its own parameters, such as ``[muon, adamw]``: one perturbation with one joint norm over
+            all, one set of passes, and then each takes its step.
         rho: the radius of the neighborhood. May be changed between steps by assigning to ``opt.rho``, which is part of
             the state dict. With 0 a step is one plain pass, exactly the base optimizer's.
         p: the norm of the neighborhood, in [1, inf].
@@ -90,10 +76,16 @@ class SAM(OptimizerWrapper):
         direction: "gradient"; "random" for a Gaussian direction of the same norm (Appendix C.5), without the first
             pass unless ``model`` has running statistics that must come from it; or "momentum" for
             :math:`\epsilon = -\rho v / \lVert v \rVert` with v the base's momentum (Momentum-SAM, Becker et al., 2024),
-            which costs one pass and needs a rho of 1 to 3.
+            which costs one pass and needs a rho of 1 to 3. Or a function, ``fn(grads) -> directions``: lists with one
+            tensor per parameter in ``opt.perturbed_parameters``. It is called for each ascent, without autograd, and
+            its result is scaled to the neighborhood as the gradient would be.
         weight: the factor c of the correction: a step uses :math:`g + c\, (g(w + \epsilon) - g)`. None is full
             strength: 1 divided by the share of the examples that are corrected, so the mean over examples is SAM's. 0
             is the base optimizer. Any c but 1 needs one more copy of the gradients.
+        combine: a function in place of ``weight``, ``fn(grads, perturbed_grads) -> grads``: lists with the gradients at
+            w and at w + eps of all trainable parameters, in the order of groups. It is called for each closure; its
+            result takes the place of :math:`g(w + \epsilon)`, so with a rest the step uses
+            :math:`g_{batch} + combined_{part} - g_{part}`. See the docs, page Variants, for both functions.
         generator: where random directions come from; part of the state dict. If None, one is made from
             ``torch.initial_seed()`` (and the worker's rank, where each has its own perturbation). Generators given to
             several workers must be seeded alike for sharded parameters (HSDP: within a replica) or a shared
@@ -106,7 +98,7 @@ class SAM(OptimizerWrapper):
 
     Raises:
         TypeError: base is not an optimizer instance, or one that needs a closure itself.
-        ValueError: an argument out of its range.
+        ValueError: an argument out of its range, or a parameter in two base optimizers.
 
     Example:
         For :math:`L(w) = w^2 / 2` at w = 1, the gradient is taken at 1 + rho:
@@ -134,7 +126,7 @@ class SAM(OptimizerWrapper):
 
     def __init__(
         self,
-        base: Optimizer,
+        base: Optimizer | Sequence[Optimizer],
         *,
         rho: float = 0.05,
         p: float = 2.0,
@@ -142,12 +134,13 @@ class SAM(OptimizerWrapper):
         ascent_steps: int = 1,
         direction: Direction = "gradient",
         weight: float | None = None,
+        combine: CombineFunction | None = None,
         generator: torch.Generator | None = None,
         model: nn.Module | None = None,
         sync_perturbation: bool = False,
     ) -> None:
-        check_base(base)
-        if isinstance(base, SAM):
+        base = as_one(base)
+        if any(isinstance(one, SAM) for one in bases_of(base)):
             raise TypeError("base is a SAM already: wrap the optimizer inside it, once.")
         settings = Settings.checked(
             p=p,
@@ -155,6 +148,7 @@ class SAM(OptimizerWrapper):
             ascent_steps=ascent_steps,
             direction=direction,
             weight=weight,
+            combine=combine,
             sync_perturbation=sync_perturbation,
         )
         check_generator(generator)
@@ -162,6 +156,8 @@ class SAM(OptimizerWrapper):
             {"base": base, "settings": settings, "generator": generator, "rho": check_rho(rho), "model": None}
         )
         self._passes.radii()
+        for function in self._passes.functions:
+            function.check_shards(self._passes.parameters())
         self.model = model
         self.rho = rho
         if direction == "random":
@@ -171,6 +167,11 @@ class SAM(OptimizerWrapper):
             self.param_groups[0][GENERATOR_KEY] = self.generator.get_state()
 
     # What can be read and changed.
+
+    @property
+    def bases(self) -> tuple[Optimizer, ...]:
+        """The base optimizers; ``base`` is the only one, or all of them as one."""
+        return bases_of(self.base)
 
     @property
     def rho(self) -> float:
@@ -228,6 +229,19 @@ class SAM(OptimizerWrapper):
         return self.settings.weight
 
     @property
+    def combine(self) -> CombineFunction | None:
+        """The function that makes the step's gradient of both gradients."""
+        return self.settings.combine
+
+    @property
+    def perturbed_parameters(self) -> list[Tensor]:
+        """What ``direction=fn`` gets the gradients of: parameters with ``requires_grad`` and a radius above 0.
+
+        In the order of groups, each once. One without a gradient is given as zeros.
+        """
+        return self._passes.perturbed_parameters(self._passes.radii())
+
+    @property
     def sync_perturbation(self) -> bool:
         """Whether workers share one perturbation."""
         return self.settings.sync_perturbation
@@ -248,9 +262,7 @@ class SAM(OptimizerWrapper):
 
         False while every radius or the weight is 0, and in the first step of ``direction="momentum"``.
         """
-        if max(self._passes.radii()) == 0 or self.settings.weight == 0:
-            return False
-        return self.settings.direction != "momentum" or self._passes.has_momentum()
+        return self._passes.needs_perturbed_pass()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the base optimizer; it may have its own radius ``sam_rho``."""
@@ -299,30 +311,7 @@ class SAM(OptimizerWrapper):
                 has used, or with ``ascent_steps`` above 1, which needs a closure; at the end, if the block drew other
                 noise than the first pass, or ran fewer backward passes.
         """
-        return NotCompiledContext(self._perturbed(loss))
-
-    @contextlib.contextmanager
-    def _perturbed(self, loss: Tensor | None) -> Iterator[PerturbedPass]:
-        passes, state = self._passes, self._state
-        self._check_two_pass_form()
-        if state.marks.used_gradients(passes.parameters()) and state.warn_once("used gradients"):
-            warnings.warn(USED_WARNING, UserWarning, stacklevel=3)
-        stay = not self.needs_perturbed_pass
-        weight = self.settings.correction_weight()
-        share = None if weight == 1.0 or stay else Share(GradientSum(list(passes.parameters())), 1.0, weight)
-        num_backwards = state.marks.num_backwards()
-        # A direction that is not the gradient needs no first pass; the one at w + eps may then be the only one.
-        keep_state = num_backwards > 0 or self.settings.direction == "gradient"
-        second = PerturbedPass()
-        with passes.at_perturbed_weights(share, stay=stay, keep_state=keep_state) as norms, passes.replay.repeated():
-            yield second
-            if 0 < state.marks.num_backwards() < num_backwards:
-                raise ValueError(LOST_MICRO_BATCHES.format(before=num_backwards, within=state.marks.num_backwards()))
-        if share is not None:
-            share.total.put()
-        known = SAMMetrics(grad_norm=norms.gradient, perturbation_norm=norms.perturbation)
-        state.metrics = two_pass_metrics(loss, second.loss, known)
-        state.marks.allow_step(passes.parameters())
+        return NotCompiledContext(perturbed_block(self._passes, loss))
 
     @overload  # type: ignore[override]
     def step(self, closure: None = None) -> None: ...
@@ -363,7 +352,7 @@ class SAM(OptimizerWrapper):
             TypeError: neither a closure nor a pass within ``perturbed()`` came before, or the closure returned no loss.
             ValueError: arguments that do not go together, or a closure passed through a GradScaler.
         """
-        self._check_not_perturbed("step()")
+        self._state.check_not_perturbed("step()")
         if closure is None:
             self._step_ready()
             return None
@@ -376,7 +365,7 @@ class SAM(OptimizerWrapper):
             raise ValueError(
                 "ascent goes with one closure, not with a list or a rest: there each closure gives its own direction."
             )
-        if ascent is not None and self.settings.direction != "gradient":
+        if ascent is not None and not self.settings.follows_gradient:
             raise ValueError(
                 f'ascent gives the direction, but direction="{self.settings.direction}" needs none. Leave one out.'
             )
@@ -429,7 +418,7 @@ class SAM(OptimizerWrapper):
             >>> w.data  # g_batch = 7.5, and the correction of the first two examples is 0.1 * (1 + 4) / 2
             tensor([0.9225])
         """
-        self._check_not_perturbed("step_batch()")
+        self._state.check_not_perturbed("step_batch()")
         split = split_batch(batch, part, m)
         # Through step(), for all that torch and others put around it: hooks, profiling, the schedulers' order check.
         if len(split.sizes) == 1 or not self.needs_perturbed_pass:
@@ -451,7 +440,8 @@ class SAM(OptimizerWrapper):
         """Take the base step after ``perturbed()``, or after the one pass of a plain step."""
         parameters = list(self._passes.parameters())
         if not self._state.marks.step_allowed(parameters):
-            if is_checkpoint_initialization():
+            if is_checkpoint():
+                self._passes.create_function_states()
                 self.base.step()
                 return
             if self.needs_perturbed_pass:
@@ -476,13 +466,18 @@ class SAM(OptimizerWrapper):
             state.marks.revoke_step()
             state.metrics = plain_metrics(passes.run(closure, reduce=True))
             return state.metrics.loss
-        weight = self.settings.correction_weight()
-        if weight != 1.0 and ascent is not None:
-            raise ValueError(
-                f"ascent has no gradient of the closure at w, which a correction of weight {weight:g} is added to. Use "
-                "step_batch(part=...) or rest= to save passes, or weight=None."
+        settings, weight = self.settings, self.settings.correction_weight()
+        if settings.mixes_gradients and ascent is not None:
+            mixing = (
+                "combine needs" if settings.combine is not None else f"a correction of weight {weight:g} is added to"
             )
-        share = None if weight == 1.0 else Share(GradientSum(list(passes.parameters())), 1.0, weight)
+            raise ValueError(
+                f"ascent has no gradient of the closure at w, which {mixing}. Use "
+                "step_batch(part=...) or rest= to save passes, or leave out weight and combine."
+            )
+        # What is made of gradients of this worker alone is reduced afterwards.
+        is_local = settings.combine is not None and not settings.sync_perturbation and ddp.is_parallel()
+        share = Share(GradientSum(list(passes.parameters())), 1.0, weight) if weight != 1.0 or is_local else None
         state.metrics, loss = passes.sam_gradient(closure, ascent=ascent, share=share, first=first)
         if share is not None:
             put_reduced(passes, share.total)
@@ -490,8 +485,7 @@ class SAM(OptimizerWrapper):
 
     def _micro_batch_gradient(self, closures: list[Closure], rest: Closure | None, shares: list[float]) -> Tensor:
         """Run the passes of several closures with one perturbation each, and a plain pass on the rest."""
-        is_plain = not self.needs_perturbed_pass
-        self._state.metrics, loss = micro_batch_gradient(self._passes, closures, rest, shares, is_plain=is_plain)
+        self._state.metrics, loss = micro_batch_gradient(self._passes, closures, rest, shares)
         return loss
 
     def _base_step(self) -> None:
@@ -501,15 +495,30 @@ class SAM(OptimizerWrapper):
 
     # Checkpoints and copies.
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the base optimizer's state dict; its first group also has SAM's radius, generator and functions."""
+        state_dict = super().state_dict()
+        for function in self._passes.functions:
+            if function.has_state:
+                state_dict["param_groups"][0][function.key] = function.state_dict(self._passes.parameters())
+        return state_dict
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of SAM or of its base optimizer; without a radius in it, ``rho`` stays as it is."""
-        rho = self.rho
-        for group in state_dict.get("param_groups", ()):  # before anything changes
+        rho, groups = self.rho, state_dict.get("param_groups", ())
+        for group in groups:  # before anything changes
             check_rho(group.get("sam_rho", 0.0), "sam_rho")
             check_rho(group.get(RHO_KEY, 0.0), RHO_KEY)
             if self.generator is not None and group.get(GENERATOR_KEY) is not None:
                 torch.Generator(self.generator.device).set_state(group[GENERATOR_KEY].cpu())
-        super().load_state_dict(state_dict)
+        with contextlib.ExitStack() as stack:
+            for function in self._passes.functions:
+                if function.has_state and groups and function.key in groups[0]:
+                    stack.enter_context(function.unchanged(only_on_error=True))
+                    function.load_state_dict(groups[0][function.key])
+            super().load_state_dict(state_dict)
+        for key in FUNCTION_KEYS:
+            self.param_groups[0].pop(key, None)
         self.rho = self.param_groups[0].get(RHO_KEY, rho)
         self._state.marks.revoke_step()
         generator_state = self.param_groups[0].get(GENERATOR_KEY)
@@ -532,41 +541,10 @@ class SAM(OptimizerWrapper):
         shown = f"rho={self.rho}, p={settings.p}"
         shown += f", adaptive={settings.eta}" if settings.eta is not None else ""
         shown += f", ascent_steps={settings.ascent_steps}" if settings.ascent_steps > 1 else ""
-        shown += f', direction="{settings.direction}"' if settings.direction != "gradient" else ""
+        shown += f", direction={settings.direction!r}" if settings.direction != "gradient" else ""
         shown += f", weight={settings.weight}" if settings.weight is not None else ""
+        shown += f", combine={settings.combine!r}" if settings.combine is not None else ""
         return f"SAM({shown}, base={self.base!r})"
-
-    # What goes wrong silently elsewhere.
-
-    def _check_not_perturbed(self, call: str) -> None:
-        if self._state.is_perturbed:
-            raise ValueError(
-                f"{call} was called inside `with opt.perturbed():`, where the weights are perturbed. "
-                "Leave the block first: step() comes after it, and blocks cannot be nested."
-            )
-
-    def _check_two_pass_form(self) -> None:
-        """Raise where ``perturbed()`` cannot be what is meant."""
-        settings = self.settings
-        self._check_not_perturbed("perturbed()")
-        if settings.ascent_steps > 1:
-            raise ValueError(
-                f"perturbed() takes one ascent step, but ascent_steps={settings.ascent_steps}: the steps in between "
-                "need their own gradients. Use step(closure), or ascent_steps=1."
-            )
-        if self._state.marks.unused_pass(self._passes.parameters()):
-            raise ValueError(
-                "perturbed() was entered again before step() used the gradients of the last block: they would be lost. "
-                "To accumulate, run all micro-batches before the block and all of them again inside it, or pass one "
-                "closure per micro-batch: opt.step([closure_1, closure_2]). To discard them, call opt.zero_grad()."
-            )
-        local = ddp.is_parallel() and hasattr(ddp.unwrap(self.model), "no_sync") and not settings.sync_perturbation
-        if local and settings.correction_weight() != 1.0:
-            raise ValueError(
-                f"perturbed() with weight={settings.weight} under DistributedDataParallel "
-                "mixes the gradients of both passes, so both must be reduced. Pass sync_perturbation=True and run the "
-                "first pass outside no_sync(), or use step(closure), which reduces once."
-            )
 
 
 # __new__ takes anything, to say what is wrong with it.

@@ -13,11 +13,14 @@ from torch.optim import Optimizer
 
 from flatmin.core import ddp
 from flatmin.core.checks import check_rho, keep_loss
+from flatmin.core.flat_buffers import VectorOf
 from flatmin.core.gradient_sum import GradientSum
 from flatmin.core.metrics import SAMMetrics
+from flatmin.core.momentum import has_momentum, momentum_in
 from flatmin.core.pass_state import ModelState, PassState, has_running_statistics
 from flatmin.core.replay import Replay
 from flatmin.core.settings import Settings
+from flatmin.core.step_functions import StepFunction, combine_gradients, kept_gradients
 from flatmin.core.step_state import StepState
 from flatmin.core.weight_perturber import AscentNorms
 
@@ -26,8 +29,8 @@ Closure = Callable[[], Any]
 # In the first parameter group, because that is what checkpoints keep, torch.distributed's too.
 GENERATOR_KEY = "sam_generator"
 RHO_KEY = "sam_default_rho"
+FUNCTION_KEYS = ("sam_direction", "sam_combine")
 
-MOMENTUM_KEYS = ("momentum_buffer", "exp_avg")
 ACCUMULATION_WARNING = (
     "The closure accumulated into an existing gradient: SAM's direction then comes from both, but its second pass is "
     "the closure's alone. Zero the gradients in the closure. To accumulate over micro-batches, pass a list of "
@@ -74,6 +77,9 @@ class StepPasses:
         self, base: Optimizer, settings: Settings, state: StepState, generator: torch.Generator | None
     ) -> None:
         self.base, self.settings, self.state, self.generator = base, settings, state, generator
+        self.direction = StepFunction("direction", settings.direction) if callable(settings.direction) else None
+        self.combine = None if settings.combine is None else StepFunction("combine", settings.combine)
+        self.functions = [function for function in (self.direction, self.combine) if function is not None]
         self.replay = Replay(self.parameters, lambda: state.model, lambda: state.marks.num_backwards() > 0)
 
     def sam_gradient(
@@ -108,7 +114,9 @@ class StepPasses:
                 self._drop_gradients()
             if first is not None:
                 first.start.restore()
-            perturbed_loss = self.run(closure, reduce=share is None)
+            # A function of reduced gradients needs both of them reduced.
+            reduce = share is None or (self.combine is not None and settings.sync_perturbation)
+            perturbed_loss = self.run(closure, reduce=reduce)
         unknown = perturbed_loss.new_full((), math.nan)
         loss = unknown if first is None else first.loss
         metrics = SAMMetrics(
@@ -126,16 +134,18 @@ class StepPasses:
     ) -> Iterator[AscentNorms]:
         """Move to w + eps on entry and come back on exit, whatever happens in between.
 
-        With a ``share``, the gradients on entry and of the block are added to its total. ``stay`` stays at w.
+        With a ``share``, the gradients on entry and of the block are added to its total. With ``combine``, its result
+        takes the place of the block's gradients. ``stay`` stays at w.
         """
         state = self.state
         radii = [0.0 if stay else radius for radius in self.radii()]
         state.perturber.prepare(self.base.param_groups, radii)
-        if self.settings.direction == "gradient" and not self._has_gradient(radii):
+        if (self.settings.follows_gradient or self.combine is not None) and not self._has_gradient(radii):
             raise ValueError(
                 "There are no gradients to ascend along: none of the parameters with a radius above 0 has one. "
                 "Call backward() on the loss first (in a closure: before it returns)."
             )
+        first = None if self.combine is None or stay else kept_gradients(self.parameters(), state.model)
         state.marks.revoke_step()
         state.perturber.save()
         after_first = ModelState(state.model if keep_state else None, self.parameters())
@@ -150,6 +160,8 @@ class StepPasses:
             state.perturber.restore()
             state.is_perturbed = False
             after_first.restore()
+        if self.combine is not None and first is not None:
+            combine_gradients(self.combine, first)
         if share is not None:
             share.total.take(share.share * share.weight)
 
@@ -212,13 +224,17 @@ class StepPasses:
         settings, groups = self.settings, self.base.param_groups
         noise = self.generator if settings.direction == "random" else None
         momentum = settings.direction == "momentum"
+        vector_of: VectorOf = momentum_in(self.base) if momentum else lambda p: p.grad
+        if self.direction is not None:
+            parameters = self.perturbed_parameters(radii)
+            vector_of = self.direction(parameters, {p: p.grad for p in parameters}).get
         norms = self.state.perturber.ascend(
             radii,
             p=settings.p,
             eta=settings.eta,
             # The momentum is what the weights move against, whether the loss is maximized or not: eps = -rho v / |v|.
             maximize=[momentum or bool(group.get("maximize", False)) for group in groups],
-            vector_of=self._momentum_of if momentum else lambda p: p.grad,
+            vector_of=vector_of,
             noise=noise,
             several=several,
         )
@@ -227,30 +243,14 @@ class StepPasses:
         unknown = torch.full_like(norms.gradient, math.nan)
         return norms if settings.direction == "gradient" else norms._replace(gradient=unknown)
 
-    def _momentum_of(self, parameter: Tensor) -> Tensor | None:
-        state = self.base.state.get(parameter, {})
-        found: Tensor | None = next((state[key] for key in MOMENTUM_KEYS if state.get(key) is not None), None)
-        return found
-
-    def has_momentum(self) -> bool:
-        """Return whether the base optimizer has taken a step, and so has a momentum.
-
-        Raises:
-            ValueError: it has taken a step and has no momentum.
-        """
-        if any(self._momentum_of(p) is not None for p in self.parameters()):
-            return True
-        if self.state.num_steps > 0 or any(self.base.state.get(p) for p in self.parameters()):
-            raise ValueError(
-                f'direction="momentum" needs a base optimizer with a momentum ({" or ".join(MOMENTUM_KEYS)} in its '
-                f"state), but {type(self.base).__name__} has none. Use SGD(..., momentum=0.9) or AdamW, or "
-                'direction="gradient".'
-            )
-        return False
-
     def parameters(self) -> Iterator[Tensor]:
         """Return the parameters of all groups."""
         return (p for group in self.base.param_groups for p in group["params"])
+
+    def perturbed_parameters(self, radii: list[float]) -> list[Tensor]:
+        """Return the trainable parameters of the groups with a radius above 0, each once."""
+        groups = [group for group, radius in zip(self.base.param_groups, radii, strict=True) if radius > 0]
+        return [p for p in dict.fromkeys(p for group in groups for p in group["params"]) if p.requires_grad]
 
     def devices(self) -> list[torch.device]:
         """Return the devices of the parameters."""
@@ -266,12 +266,25 @@ class StepPasses:
         rho = groups[0].get(RHO_KEY, self.state.rho)
         return [check_rho(group.get("sam_rho", rho), "sam_rho") for group in groups]
 
+    def create_function_states(self) -> None:
+        """Make the state of functions exist, for a distributed checkpoint to be loaded into."""
+        if self.direction is not None:
+            self.direction.create_state(self.perturbed_parameters(self.radii()), num_inputs=1)
+        if self.combine is not None:
+            self.combine.create_state([p for p in dict.fromkeys(self.parameters()) if p.requires_grad], num_inputs=2)
+
+    def needs_perturbed_pass(self) -> bool:
+        """Return whether the next step needs a pass at w + eps."""
+        if max(self.radii()) == 0 or self.settings.weight == 0:
+            return False
+        return self.settings.direction != "momentum" or has_momentum(self.base, self.state.num_steps)
+
     def needs_first_pass(self, weight: float = 1.0) -> bool:
         """Return whether a pass at w is needed: for the direction, for the gradient there, or for batch norm."""
-        direction = self.settings.direction
-        if direction == "random":
-            return weight != 1.0 or has_running_statistics(self.state.model)
-        return direction == "gradient"
+        if self.settings.direction == "random":
+            mixes = weight != 1.0 or self.combine is not None
+            return mixes or has_running_statistics(self.state.model)
+        return self.settings.follows_gradient
 
     def _drop_gradients(self) -> None:
         for p in self.parameters():

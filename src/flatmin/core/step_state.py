@@ -27,3 +27,11 @@ class StepState:
         first = topic not in self.warned
         self.warned.add(topic)
         return first
+
+    def check_not_perturbed(self, call: str) -> None:
+        """Raise if a call is made where the weights are perturbed."""
+        if self.is_perturbed:
+            raise ValueError(
+                f"{call} was called inside `with opt.perturbed():`, where the weights are perturbed. "
+                "Leave the block first: step() comes after it, and blocks cannot be nested."
+            )

@@ -15,7 +15,7 @@ from flatmin.core.sam import SAM
 
 @contextlib.contextmanager
 def unchanged(opt: SAM, batches: Iterable[Any] = ()) -> Iterator[ModelState]:
-    """Put back gradients, the model's state, generators, SAM's own state and DDP's flags as they were.
+    """Put back gradients, the model's state, generators, SAM's own state, its functions' and DDP's flags as they were.
 
     There are no gradients at the start of the block. The state of the model is yielded.
     """
@@ -37,7 +37,10 @@ def unchanged(opt: SAM, batches: Iterable[Any] = ()) -> Iterator[ModelState]:
     for p in parameters:
         p.grad = None
     try:
-        yield before
+        with contextlib.ExitStack() as stack:
+            for function in opt._passes.functions:
+                stack.enter_context(function.unchanged())
+            yield before
     finally:
         replay.is_paused, state.marks = was_paused, marks
         for p, grad in zip(parameters, grads, strict=True):

@@ -125,6 +125,17 @@ class WeightPerturber:
         finally:
             self._free_scratch()
 
+    @torch.no_grad()
+    def first_order_rise(self, gradient_of: VectorOf) -> Tensor:
+        r"""Return :math:`g \cdot \epsilon` for the perturbation as it now is."""
+        rows = []
+        for block in self._blocks:
+            dtype, grads = block.chunks[0].scratch.dtype, block.vectors(gradient_of)
+            moved = zip(block.parts(), block.saved_views, grads, strict=True)
+            rises = [((part.to(dtype) - saved.to(dtype)) * grad.to(dtype)).sum() for part, saved, grad in moved]
+            rows.append(torch.stack(rises).sum()[None])
+        return self._gather(rows).sum()
+
     def _ascend(
         self,
         ball: _Ball,

@@ -83,7 +83,7 @@ def check_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
         raise TypeError("The trainer passes SAM its model and base optimizer. Leave `model` and `base` out.")
     if settings.get("rho") == "auto":
         settings["rho"] = 0.0
-        if settings.get("direction", "gradient") != "gradient":
+        if settings.get("direction", "gradient") in ("random", "momentum"):
             raise ValueError(
                 f'rho="auto" follows the gradient, not direction={settings["direction"]!r}: give a number.'
             )
