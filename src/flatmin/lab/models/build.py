@@ -6,14 +6,12 @@ from typing import Any
 from torch import nn
 
 from flatmin.lab.errors import ModelError
-from flatmin.lab.models.char_transformer import CharTransformer
 from flatmin.lab.models.layers import start_head_uniform
-from flatmin.lab.models.mlp import MLP
-from flatmin.lab.models.plain_cnn import PlainCNN
+from flatmin.lab.models.plain import MLP, PlainCNN
 from flatmin.lab.models.pyramidnet import PyramidNet
 from flatmin.lab.models.resnet_cifar import ResNetCifar, Shortcut
 from flatmin.lab.models.shake import ShakeShakeNet
-from flatmin.lab.models.vision_transformer import VisionTransformer
+from flatmin.lab.models.transformers import CharTransformer, VisionTransformer
 from flatmin.lab.models.weights import load_weights
 from flatmin.lab.models.wide_resnet import WideResNet
 from flatmin.lab.spec.experiment import Model

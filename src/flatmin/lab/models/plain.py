@@ -1,9 +1,14 @@
-"""A small model for the demo: three 3x3 convolutions without normalization."""
+"""Plain networks, without normalization or shortcuts: a small CNN for the demo, and a perceptron for tables."""
+
+from itertools import pairwise
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flatmin.lab.models.layers import conv3x3, initialize
+
+SIDE = 8
+"""Images are averaged to 8 x 8 pixels; of the digits these are the 64 columns of their table."""
 
 
 class PlainCNN(nn.Module):
@@ -22,4 +27,22 @@ class PlainCNN(nn.Module):
         for conv in (self.conv1, self.conv2, self.conv3):
             x = F.relu(conv(x))
         logits: Tensor = self.head(F.adaptive_avg_pool2d(x, 2).flatten(1))
+        return logits
+
+
+class MLP(nn.Module):
+    """`depth` hidden layers of `width` units with ReLU."""
+
+    def __init__(self, depth: int, width: int, *, num_classes: int, in_channels: int = 1) -> None:
+        super().__init__()
+        sizes = [SIDE * SIDE * in_channels, *[width] * depth]
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
+        self.head = nn.Linear(width, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits (N, num_classes) of images (N, C, H, W)."""
+        x = F.adaptive_avg_pool2d(x, SIDE).flatten(1)
+        for layer in self.layers:
+            x = F.relu(layer(x))
+        logits: Tensor = self.head(x)
         return logits

@@ -1,7 +1,7 @@
-"""A small vision transformer: no batch norm, no convolutions but the one that cuts the image into patches.
+"""Small transformers for images and for text, without batch norm.
 
-The plain design of Beyer, Zhai and Kolesnikov (2022): fixed sine and cosine positions, no class token, the mean over
-all patches before the last layer. So it takes images of any size that the patches divide.
+The one for images has the plain design of Beyer, Zhai and Kolesnikov (2022): fixed sine and cosine positions, no class
+token, the mean over all patches before the last layer. So it takes images of any size that the patches divide.
 """
 
 import math
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from flatmin.lab.errors import ModelError
 
 HEAD_WIDTH = 32
+CONTEXT = 64
+"""Characters that it sees; the dataset has them as images of 8 x 8 pixels."""
 
 
 class VisionTransformer(nn.Module):
@@ -42,6 +44,26 @@ class VisionTransformer(nn.Module):
         x = x.flatten(2).transpose(1, 2)
         x = x + positions(height, width, x.shape[-1]).to(x)
         logits: Tensor = self.head(self.norm(self.blocks(x)).mean(1))
+        return logits
+
+
+class CharTransformer(nn.Module):
+    """`depth` blocks of attention and MLP on 64 characters, of which the last one's output is the prediction."""
+
+    def __init__(self, depth: int, width: int, *, num_classes: int, in_channels: int = 1) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(num_classes, width)
+        self.position = nn.Parameter(torch.empty(CONTEXT * in_channels, width))
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(depth)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, num_classes)
+        for weight in (self.embed.weight, self.position):
+            nn.init.normal_(weight, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits (N, num_classes) of texts (N, 1, 8, 8), whose values are the codes of characters."""
+        tokens = self.embed(x.flatten(1).round().long()) + self.position
+        logits: Tensor = self.head(self.norm(self.blocks(tokens)[:, -1]))
         return logits
 
 
