@@ -10,6 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from flatmin import SAM, suggest_rho
+from references import closure_of
 
 STEPS = 3
 SIZES = [5, 3]  # of the micro-batches of each worker
@@ -71,13 +72,7 @@ def train(rank, way, settings, ddp_settings, batch_norm, unused):
         for step in range(STEPS):
 
             def closure_for(batch):
-                def closure():
-                    opt.zero_grad()
-                    loss = loss_of(ddp, batch, use_extra=unused and rank == 0)
-                    loss.backward()
-                    return loss
-
-                return closure
+                return closure_of(opt, lambda: loss_of(ddp, batch, use_extra=unused and rank == 0))
 
             if way == "closure":
                 opt.step(closure_for(whole_batch(rank, step)))
@@ -109,13 +104,7 @@ def warn_without_the_wrapper(rank):
     found = []
     for given in (None, model, ddp):
         opt = SAM(torch.optim.SGD(model.parameters(), lr=0.1), model=given)
-
-        def closure():
-            opt.zero_grad()
-            loss = loss_of(ddp, whole_batch(rank, 0))
-            loss.backward()
-            return loss
-
+        closure = closure_of(opt, lambda: loss_of(ddp, whole_batch(rank, 0)))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             opt.step(closure)
@@ -131,14 +120,11 @@ def random_directions(rank, sync):
     opt = SAM(torch.optim.SGD(model.parameters(), lr=0.0), direction="random", model=ddp, sync_perturbation=sync)
     seen = []
 
-    def closure():
-        opt.zero_grad()
+    def loss():
         seen.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
-        loss = loss_of(ddp, whole_batch(rank, 0))
-        loss.backward()
-        return loss
+        return loss_of(ddp, whole_batch(rank, 0))
 
-    opt.step(closure)
+    opt.step(closure_of(opt, loss))
     return seen[0]
 
 
@@ -158,13 +144,7 @@ def mixed_two_pass_form(rank):
 def rest_that_drops_gradients(rank):
     ddp = DistributedDataParallel(make_model())
     opt = SAM(torch.optim.SGD(ddp.parameters(), lr=0.1), model=ddp)
-
-    def closure():
-        ddp.zero_grad()
-        loss = loss_of(ddp, whole_batch(rank, 0))
-        loss.backward()
-        return loss
-
+    closure = closure_of(ddp, lambda: loss_of(ddp, whole_batch(rank, 0)))
     try:
         opt.step(closure, rest=closure, weights=[1, 1])
     except ValueError as error:

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from flatmin import SAM, suggest_rho
 from flatmin.core.compat import TORCH
+from references import closure_of
 
 RESHARD = {}
 if TORCH < (2, 7):  # FSDP2 on the CPU is broken in torch 2.6, without flatmin too
@@ -63,25 +64,16 @@ def train(rank, settings, way):
         torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model=model, **settings, **generator_for(settings)
     )
     for step in range(STEPS):
-
-        def closure():
-            opt.zero_grad()
-            loss = loss_of(model, batch(rank, step))
-            loss.backward()
-            return loss
-
+        closure = closure_of(opt, lambda: loss_of(model, batch(rank, step)))
         if way == "closure":
             opt.step(closure)
-        elif settings.get("direction") == "momentum" and opt.needs_perturbed_pass:
+            continue
+        if settings.get("direction") != "momentum" or not opt.needs_perturbed_pass:
+            closure()
+        if opt.needs_perturbed_pass:
             with opt.perturbed():
                 closure()
-            opt.step()
-        else:
-            closure()
-            if opt.needs_perturbed_pass:
-                with opt.perturbed():
-                    closure()
-            opt.step()
+        opt.step()
     return weights(model), opt.metrics.perturbation_norm, opt.metrics.grad_norm
 
 
@@ -159,14 +151,7 @@ def checkpoint_round_trip(rank, folder):
 
     def steps(model, opt, numbers):
         for step in numbers:
-
-            def closure():
-                opt.zero_grad()
-                loss = loss_of(model, batch(rank, step))
-                loss.backward()
-                return loss
-
-            opt.step(closure)
+            opt.step(closure_of(opt, lambda: loss_of(model, batch(rank, step))))
 
     def make():
         model = sharded_model()

@@ -1,7 +1,6 @@
 """What each of four processes does in tests/core/test_mesh.py, in a mesh of 2 x 2."""
 
 import contextlib
-import functools
 
 import torch
 import torch.distributed as dist
@@ -15,6 +14,7 @@ import fsdp_cases
 from flatmin import SAM
 from flatmin.core.compat import TORCH
 from fsdp_cases import RESHARD, STEPS, batch, generator_for, loss_of, weights, whole
+from references import closure_of
 
 # Not divisible by four, which torch 2.6 does not shard over two dimensions, and 2.8 wrongly, without flatmin too.
 HIDDEN = 6 if TORCH >= (2, 13) else 8
@@ -47,16 +47,14 @@ def train(rank, kind, settings, way="closure"):
     for step in range(STEPS):
         x, y = batch(data_of(rank), step)
 
-        def closure(rows=slice(None), x=x, y=y):
-            opt.zero_grad()
-            loss = loss_of(model, (x[rows], y[rows]))
-            loss.backward()
-            return loss
+        def closure_for(*rows):
+            return closure_of(opt, lambda: loss_of(model, (x[slice(*rows)], y[slice(*rows)])))
 
+        closure = closure_for(None)
         if way == "closure":
             opt.step(closure)
         elif way == "list":
-            opt.step([functools.partial(closure, slice(4)), functools.partial(closure, slice(4, 8))])
+            opt.step([closure_for(4), closure_for(4, 8)])
         elif way == "part":
             opt.step_batch(lambda x, y: loss_of(model, (x, y)), (x, y), part=1 / 4)
         else:
@@ -87,13 +85,7 @@ def numbers_reduced(rank, way, settings):
     model, _ = parallel_model("hsdp")
     opt = SAM(torch.optim.SGD(model.parameters(), lr=0.1), model=model, **settings)
     x, y = batch(rank, 0)
-
-    def closure():
-        opt.zero_grad()
-        loss = loss_of(model, (x, y))
-        loss.backward()
-        return loss
-
+    closure = closure_of(opt, lambda: loss_of(model, (x, y)))
     replicas = dist.get_process_group_ranks(next(model.parameters()).device_mesh.get_group(0))
     with recorded_all_reduces() as calls:
         opt.step([closure, closure] if way == "list" else closure)
@@ -124,13 +116,7 @@ def divided_by(rank, way, factor):
         layer.set_gradient_divide_factor(factor)
     opt = SAM(torch.optim.SGD(model.parameters(), lr=0.1), rho=0.3, model=model)
     x, y = batch(rank, 0)
-
-    def closure():
-        opt.zero_grad()
-        loss = loss_of(model, (x, y))
-        loss.backward()
-        return loss
-
+    closure = closure_of(opt, lambda: loss_of(model, (x, y)))
     opt.step([closure, closure] if way == "list" else closure)
     return weights(model)
 

@@ -33,14 +33,8 @@ def single_process(settings):
         torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), **settings, **fsdp_cases.generator_for(settings)
     )
     for step in range(fsdp_cases.STEPS):
-
-        def closure():
-            opt.zero_grad()
-            loss = sum(fsdp_cases.loss_of(model, fsdp_cases.batch(rank, step)) for rank in range(2)) / 2
-            loss.backward()
-            return loss
-
-        opt.step(closure)
+        batches = [fsdp_cases.batch(rank, step) for rank in range(2)]
+        opt.step(references.closure_of(opt, lambda: sum(fsdp_cases.loss_of(model, b) for b in batches) / 2))
     return fsdp_cases.weights(model), opt.metrics.perturbation_norm, opt.metrics.grad_norm
 
 
@@ -63,14 +57,10 @@ def test_a_part_of_the_batch_is_that_of_a_single_process(two_processes):
     opt = SAM(torch.optim.SGD(model.parameters(), lr=0.1), rho=0.3)
 
     def closure_for(step, rows):
-        def closure():
-            opt.zero_grad()
-            batches = [fsdp_cases.batch(rank, step) for rank in range(2)]
-            loss = sum(fsdp_cases.loss_of(model, (x[rows], y[rows])) for x, y in batches) / 2
-            loss.backward()
-            return loss
-
-        return closure
+        batches = [fsdp_cases.batch(rank, step) for rank in range(2)]
+        return references.closure_of(
+            opt, lambda: sum(fsdp_cases.loss_of(model, (x[rows], y[rows])) for x, y in batches) / 2
+        )
 
     for step in range(fsdp_cases.STEPS):
         opt.step(closure_for(step, slice(2)), rest=closure_for(step, slice(2, 8)), weights=[2, 6])
