@@ -1,4 +1,4 @@
-"""Every optimizer of torch.optim that steps on given gradients works as a base, and steps as by itself; torch's releases."""
+"""Every optimizer of torch.optim that steps on given gradients is a base that steps as by itself; releases of torch."""
 
 import inspect
 

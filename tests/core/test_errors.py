@@ -33,7 +33,7 @@ def base():
         ({"adaptive": math.nan}, ValueError, "adaptive"),
         ({"adaptive": "yes"}, TypeError, "adaptive"),
         ({"model": "resnet"}, TypeError, "model must be an nn.Module"),
-        ({"direction": "random", "generator": 3}, TypeError, "generator must be a torch.Generator"),
+        ({"generator": 3}, TypeError, "generator must be a torch.Generator"),
         ({"weight": -1.0}, ValueError, "weight must be finite and not negative"),
         ({"weight": math.inf}, ValueError, "weight must be finite"),
         ({"weight": "1"}, TypeError, "weight must be a number"),

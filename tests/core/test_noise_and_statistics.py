@@ -93,8 +93,9 @@ def test_layers_in_eval_mode_are_left_alone_and_random_needs_no_first_pass_then(
     assert len(calls) == 3
 
 
-def test_a_layer_replaced_after_the_optimizer_was_built_is_looked_after():
-    model, opt, closure, _ = make(nn.Identity)
+def test_a_layer_replaced_during_training_is_looked_after():
+    model, opt, closure, _ = make(LAYERS["batch norm"])
+    opt.step(closure)
     model[1] = nn.BatchNorm1d(8)
     opt.step(closure)
     assert model[1].num_batches_tracked.item() == 1
