@@ -45,7 +45,18 @@ def test_dependencies_point_one_way():
 
 
 def test_importing_flatmin_imports_no_lab_and_nothing_heavy():
-    heavy = ["flatmin.lab", "torchvision", "timm", "matplotlib", "plotly", "tyro", "rich", "ray", "scipy"]
+    heavy = [
+        "flatmin.lab",
+        "torchvision",
+        "timm",
+        "matplotlib",
+        "plotly",
+        "tyro",
+        "rich",
+        "ray",
+        "scipy",
+        "tensorboard",
+    ]
     code = f"import sys, flatmin; print([m for m in {heavy!r} if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"

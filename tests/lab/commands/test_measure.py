@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cli_cases import cut_short, in_an_empty_folder, run, trained_run
+from cli_cases import cut_short, run, trained_run
 from flatmin.lab.errors import StorageError
 from flatmin.lab.runs.json_files import write_json
 from flatmin.lab.runs.record import read_record
@@ -20,14 +20,11 @@ from flatmin.lab.training import trained_model
 from flatmin.lab.training.engine import train
 from sweep_process import tiny
 
+pytestmark = pytest.mark.usefixtures("nothing_outside")
+
 
 def reject(constant):
     raise AssertionError(f"{constant} is not JSON")
-
-
-@pytest.fixture(autouse=True)
-def _alone(tmp_path, monkeypatch):
-    in_an_empty_folder(tmp_path, monkeypatch)
 
 
 WRONG_SETTINGS = [
