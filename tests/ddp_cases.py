@@ -4,13 +4,13 @@ import warnings
 from contextlib import nullcontext
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from flatmin import SAM, suggest_rho
 from references import closure_of
+from two_processes import recorded_collectives
 
 STEPS = 3
 SIZES = [5, 3]  # of the micro-batches of each worker
@@ -58,17 +58,8 @@ def train(rank, way, settings, ddp_settings, batch_norm, unused):
     ddp = DistributedDataParallel(make_model(batch_norm, unused), **ddp_settings)
     ddp.register_comm_hook(None, allreduce_hook)  # which calls dist.all_reduce, where it can be counted
     opt = SAM(torch.optim.SGD(ddp.parameters(), lr=0.1), rho=0.3, model=ddp, **settings)
-    all_reduce = dist.all_reduce
-    reductions = []
-
-    def counting_all_reduce(tensor, *args, **kwargs):
-        if tensor.is_floating_point():
-            reductions.append(tensor.numel())
-        return all_reduce(tensor, *args, **kwargs)
-
-    dist.all_reduce = counting_all_reduce
     buffers = []
-    try:
+    with recorded_collectives() as calls:
         for step in range(STEPS):
 
             def closure_for(batch):
@@ -88,12 +79,11 @@ def train(rank, way, settings, ddp_settings, batch_norm, unused):
                     closure_for(whole_batch(rank, step))()
                 opt.step()
             buffers.append({name: b.clone() for name, b in ddp.module.named_buffers()})
-    finally:
-        dist.all_reduce = all_reduce
+    reduced = [args[0] for name, args, _ in calls if name == "all_reduce"]
     return {
         "weights": torch.cat([p.detach().reshape(-1) for p in ddp.parameters()]),
         "buffers": buffers,
-        "reductions": reductions,
+        "reductions": [tensor.numel() for tensor in reduced if tensor.is_floating_point()],
         "no_gradient": [name for name, p in ddp.module.named_parameters() if p.grad is None],
     }
 

@@ -72,20 +72,6 @@ def loss_of(a, b, w):
     return (torch.einsum("i,nij,j->n", w, a, w) / 2 + b @ w).mean()
 
 
-def test_the_mean_over_all_parts_is_m_sams_gradient(problem):
-    """Unbiased: with parts of 3 of 12 examples, the mean over the four parts is m-SAM's gradient with m = 3."""
-    a, b, w = problem
-    steps = []
-    for start in range(0, 12, 3):
-        order = [*range(start, 12), *range(start)]
-        opt, loss_fn, now = make(w)
-        opt.step_batch(loss_fn, (a[order], b[order]), part=1 / 4)
-        steps.append(now())
-    opt, loss_fn, now = make(w)
-    opt.step_batch(loss_fn, (a, b), m=3)
-    torch.testing.assert_close(torch.stack(steps).mean(0), now(), rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("n", [12, 11, 9])
 def test_micro_batches_of_a_part_and_ragged_ones(problem, n):
     """Micro-batches of 2 in half of a batch, whose last one may be smaller."""

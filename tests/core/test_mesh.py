@@ -58,6 +58,12 @@ def test_norm_is_joint_over_every_placement(four_processes, p):
             torch.testing.assert_close(found, known, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_gradient_that_is_not_finite_on_one_rank_perturbs_none(four_processes, bad):
+    for moved, _ in four_processes.run(mesh_cases.placements, 2.0, bad):
+        assert flat(moved).abs().max() == 0
+
+
 # HSDP without sync_perturbation: one eps per replica, which is two ranks here.
 
 

@@ -17,7 +17,7 @@ import flatmin
 from flatmin.measures import HessianOperator, Landscape, loss_landscape, top_eigenvalues
 from flatmin.measures.directions import random_directions
 from flatmin.measures.progress import Progress
-from measures.cases import Quadratic, diagonal, flat_loss, mean_output, tanh_network
+from measures.cases import Exponential, Quadratic, diagonal, flat_loss, mean_output, tanh_network
 
 
 def convolutional(seed=0):
@@ -150,22 +150,8 @@ def test_params_leaves_all_other_weights_where_they_are():
 
 
 def test_a_loss_that_overflows_far_away_is_kept_as_it_is():
-    class Exponential(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(1, 1, dtype=torch.float64))
-
-        def forward(self, x):
-            return x * self.weight.exp()
-
-    found = loss_landscape(
-        Exponential(),
-        mean_output,
-        [(torch.ones(2, dtype=torch.float64), torch.zeros(2))],
-        dims=1,
-        points=3,
-        span=1e4,
-    )
+    data = [(torch.ones(2, dtype=torch.float64), torch.zeros(2))]
+    found = loss_landscape(Exponential(), mean_output, data, dims=1, points=3, span=1e4)
     assert sorted(found.loss)[-1] == math.inf
     assert np.isnan(found.accuracy).all()
     assert found.plot().axes
