@@ -1,5 +1,11 @@
 """The command line in tests: a small run, and a call that returns what a shell would see."""
 
+import shutil
+import tempfile
+import urllib.error
+from functools import cache
+from pathlib import Path
+
 from flatmin.cli import main
 
 QUICK = [
@@ -8,12 +14,18 @@ QUICK = [
 ]
 
 
-def in_an_empty_folder(tmp_path, monkeypatch):
-    """Let nothing of this machine (datasets, width of the terminal) change what a command does."""
-    monkeypatch.chdir(tmp_path)
+def in_an_empty_folder(folder, monkeypatch):
+    """Let nothing of this machine (datasets, the network, width of the terminal) change what a command does."""
+
+    def refuse(*_, **__):
+        raise urllib.error.URLError("no network in tests")
+
+    monkeypatch.chdir(folder)
     monkeypatch.delenv("FLATMIN_DATA", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setattr("flatmin.lab.data.roots.DEBIAN_FASHION_MNIST", folder / "no-debian")
+    monkeypatch.setattr("urllib.request.urlopen", refuse)
     monkeypatch.setattr("warnings.showwarning", lambda *a: None)
 
 
@@ -28,11 +40,20 @@ def run(capsys, *arguments):
     return code, captured.out, captured.err
 
 
+@cache
+def _trained(*arguments):
+    """Train the small run once for all tests of this process; return the directory that removes itself, and the run."""
+    folder = tempfile.TemporaryDirectory()
+    assert main([*QUICK, "--output", "quiet", "--runs", folder.name, *arguments]) == 0
+    (path,) = Path(folder.name).iterdir()
+    return folder, path
+
+
 def trained_run(capsys, tmp_path, *arguments):
-    """Train the small run and return its directory."""
-    code, _, err = run(capsys, *QUICK, "--output", "quiet", *arguments)
-    assert code == 0, err
-    return max(tmp_path.glob("runs/digits-cnn*"), key=lambda path: path.stat().st_mtime_ns)
+    """Return the directory of the small run, in ./runs."""
+    _, path = _trained(*arguments)
+    capsys.readouterr()
+    return shutil.copytree(path, tmp_path / "runs" / path.name, dirs_exist_ok=True)
 
 
 def cut_short(path):

@@ -1,7 +1,5 @@
 """What all tests share."""
 
-import urllib.error
-
 import pytest
 import torch
 
@@ -44,12 +42,6 @@ def four_processes():
 @pytest.fixture
 def nothing_outside(tmp_path, monkeypatch):
     """No dataset of this machine is found, nothing is downloaded, and what is written stays in the test's folder."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("FLATMIN_DATA", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("flatmin.lab.data.roots.DEBIAN_FASHION_MNIST", tmp_path / "no-debian")
+    from cli_cases import in_an_empty_folder  # needs the lab, which is not everywhere installed
 
-    def refuse(*args, **kwargs):
-        raise urllib.error.URLError("no network in tests")
-
-    monkeypatch.setattr("urllib.request.urlopen", refuse)
+    in_an_empty_folder(tmp_path, monkeypatch)

@@ -4,12 +4,13 @@ import warnings
 from contextlib import nullcontext
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from flatmin import SAM, suggest_rho
+from references import closure_of
+from two_processes import recorded_collectives
 
 STEPS = 3
 SIZES = [5, 3]  # of the micro-batches of each worker
@@ -57,27 +58,12 @@ def train(rank, way, settings, ddp_settings, batch_norm, unused):
     ddp = DistributedDataParallel(make_model(batch_norm, unused), **ddp_settings)
     ddp.register_comm_hook(None, allreduce_hook)  # which calls dist.all_reduce, where it can be counted
     opt = SAM(torch.optim.SGD(ddp.parameters(), lr=0.1), rho=0.3, model=ddp, **settings)
-    all_reduce = dist.all_reduce
-    reductions = []
-
-    def counting_all_reduce(tensor, *args, **kwargs):
-        if tensor.is_floating_point():
-            reductions.append(tensor.numel())
-        return all_reduce(tensor, *args, **kwargs)
-
-    dist.all_reduce = counting_all_reduce
     buffers = []
-    try:
+    with recorded_collectives() as calls:
         for step in range(STEPS):
 
             def closure_for(batch):
-                def closure():
-                    opt.zero_grad()
-                    loss = loss_of(ddp, batch, use_extra=unused and rank == 0)
-                    loss.backward()
-                    return loss
-
-                return closure
+                return closure_of(opt, lambda: loss_of(ddp, batch, use_extra=unused and rank == 0))
 
             if way == "closure":
                 opt.step(closure_for(whole_batch(rank, step)))
@@ -93,12 +79,11 @@ def train(rank, way, settings, ddp_settings, batch_norm, unused):
                     closure_for(whole_batch(rank, step))()
                 opt.step()
             buffers.append({name: b.clone() for name, b in ddp.module.named_buffers()})
-    finally:
-        dist.all_reduce = all_reduce
+    reduced = [args[0] for name, args, _ in calls if name == "all_reduce"]
     return {
         "weights": torch.cat([p.detach().reshape(-1) for p in ddp.parameters()]),
         "buffers": buffers,
-        "reductions": reductions,
+        "reductions": [tensor.numel() for tensor in reduced if tensor.is_floating_point()],
         "no_gradient": [name for name, p in ddp.module.named_parameters() if p.grad is None],
     }
 
@@ -109,13 +94,7 @@ def warn_without_the_wrapper(rank):
     found = []
     for given in (None, model, ddp):
         opt = SAM(torch.optim.SGD(model.parameters(), lr=0.1), model=given)
-
-        def closure():
-            opt.zero_grad()
-            loss = loss_of(ddp, whole_batch(rank, 0))
-            loss.backward()
-            return loss
-
+        closure = closure_of(opt, lambda: loss_of(ddp, whole_batch(rank, 0)))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             opt.step(closure)
@@ -131,14 +110,11 @@ def random_directions(rank, sync):
     opt = SAM(torch.optim.SGD(model.parameters(), lr=0.0), direction="random", model=ddp, sync_perturbation=sync)
     seen = []
 
-    def closure():
-        opt.zero_grad()
+    def loss():
         seen.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
-        loss = loss_of(ddp, whole_batch(rank, 0))
-        loss.backward()
-        return loss
+        return loss_of(ddp, whole_batch(rank, 0))
 
-    opt.step(closure)
+    opt.step(closure_of(opt, loss))
     return seen[0]
 
 
@@ -158,13 +134,7 @@ def mixed_two_pass_form(rank):
 def rest_that_drops_gradients(rank):
     ddp = DistributedDataParallel(make_model())
     opt = SAM(torch.optim.SGD(ddp.parameters(), lr=0.1), model=ddp)
-
-    def closure():
-        ddp.zero_grad()
-        loss = loss_of(ddp, whole_batch(rank, 0))
-        loss.backward()
-        return loss
-
+    closure = closure_of(ddp, lambda: loss_of(ddp, whole_batch(rank, 0)))
     try:
         opt.step(closure, rest=closure, weights=[1, 1])
     except ValueError as error:

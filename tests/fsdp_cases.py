@@ -1,14 +1,15 @@
 """What each of two processes does in tests/core/test_fsdp.py."""
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from flatmin import SAM, suggest_rho
 from flatmin.core.compat import TORCH
+from references import closure_of
+from two_processes import recorded_collectives
 
 RESHARD = {}
 if TORCH < (2, 7):  # FSDP2 on the CPU is broken in torch 2.6, without flatmin too
@@ -63,25 +64,16 @@ def train(rank, settings, way):
         torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model=model, **settings, **generator_for(settings)
     )
     for step in range(STEPS):
-
-        def closure():
-            opt.zero_grad()
-            loss = loss_of(model, batch(rank, step))
-            loss.backward()
-            return loss
-
+        closure = closure_of(opt, lambda: loss_of(model, batch(rank, step)))
         if way == "closure":
             opt.step(closure)
-        elif settings.get("direction") == "momentum" and opt.needs_perturbed_pass:
+            continue
+        if settings.get("direction") != "momentum" or not opt.needs_perturbed_pass:
+            closure()
+        if opt.needs_perturbed_pass:
             with opt.perturbed():
                 closure()
-            opt.step()
-        else:
-            closure()
-            if opt.needs_perturbed_pass:
-                with opt.perturbed():
-                    closure()
-            opt.step()
+        opt.step()
     return weights(model), opt.metrics.perturbation_norm, opt.metrics.grad_norm
 
 
@@ -105,23 +97,9 @@ def collectives_of_one_perturbation(rank, settings):
     model = sharded_model()
     opt = SAM(torch.optim.SGD(model.parameters(), lr=0.1), model=model, **settings)
     loss_of(model, batch(rank, 0)).backward()
-    calls = []
-    names = [n for n in dir(dist) if n.startswith(("all_", "reduce", "broadcast", "gather", "scatter"))]
-    originals = {n: getattr(dist, n) for n in names if callable(getattr(dist, n))}
-    for name, function in originals.items():
-
-        def counting(*args, _name=name, _function=function, **kwargs):
-            calls.append(_name)
-            return _function(*args, **kwargs)
-
-        setattr(dist, name, counting)
-    try:
-        with opt.perturbed():
-            pass
-    finally:
-        for name, function in originals.items():
-            setattr(dist, name, function)
-    return calls
+    with recorded_collectives() as calls, opt.perturbed():
+        pass
+    return [name for name, *_ in calls]
 
 
 def restored_after_an_exception(rank, dtype):
@@ -145,44 +123,13 @@ def restored_after_an_exception(rank, dtype):
     return moved, same
 
 
-def mixed_placements(rank, p, bad):
-    """Parameters that are split, replicated and plain, with given gradients; return what each moved by."""
-    mesh = init_device_mesh("cpu", (2,))
-    generator = torch.Generator().manual_seed(1)
-    values = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((5, 2), (3,), (1, 2), (4,))]
-    grads = [torch.randn(v.shape, generator=generator, dtype=torch.float64) for v in values]
-    if bad is not None:
-        grads[0][0, 0] = bad  # on rank 0 only
-    placements = [Shard(0), Replicate(), Shard(0), None]
-    params = []
-    for value, grad, placement in zip(values, grads, placements, strict=True):
-        if placement is None:
-            param = nn.Parameter(value.clone())
-            param.grad = grad.clone()
-        else:
-            param = nn.Parameter(distribute_tensor(value.clone(), mesh, [placement]))
-            param.grad = distribute_tensor(grad.clone(), mesh, [placement])
-        params.append(param)
-    opt = SAM(torch.optim.SGD(params, lr=0.1), rho=0.3, p=p)
-    with opt.perturbed():
-        moved = [whole(param.detach()) - value for param, value in zip(params, values, strict=True)]
-    return moved, grads
-
-
 def checkpoint_round_trip(rank, folder):
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     def steps(model, opt, numbers):
         for step in numbers:
-
-            def closure():
-                opt.zero_grad()
-                loss = loss_of(model, batch(rank, step))
-                loss.backward()
-                return loss
-
-            opt.step(closure)
+            opt.step(closure_of(opt, lambda: loss_of(model, batch(rank, step))))
 
     def make():
         model = sharded_model()
@@ -248,17 +195,6 @@ def single_process_with_two_optimizers(matrices):
     model = make_model()
     step_two_optimizers(model, two_optimizers(model, matrices), [0, 1], range(3))
     return weights(model)
-
-
-def plain_before_replicated(rank):
-    mesh = init_device_mesh("cpu", (2,))
-    plain = nn.Parameter(torch.ones(3))
-    replicated = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]))
-    plain.grad = torch.ones(3)
-    replicated.grad = distribute_tensor(torch.ones(4), mesh, [Replicate()])
-    opt = SAM(torch.optim.SGD([plain, replicated], lr=0.1), rho=7**0.5)
-    with opt.perturbed():
-        return plain.tolist(), replicated.to_local().tolist()
 
 
 def train_on_a_part(rank):

@@ -1,7 +1,6 @@
 """What each of four processes does in tests/core/test_mesh.py, in a mesh of 2 x 2."""
 
 import contextlib
-import functools
 
 import torch
 import torch.distributed as dist
@@ -15,6 +14,8 @@ import fsdp_cases
 from flatmin import SAM
 from flatmin.core.compat import TORCH
 from fsdp_cases import RESHARD, STEPS, batch, generator_for, loss_of, weights, whole
+from references import closure_of
+from two_processes import recorded_collectives
 
 # Not divisible by four, which torch 2.6 does not shard over two dimensions, and 2.8 wrongly, without flatmin too.
 HIDDEN = 6 if TORCH >= (2, 13) else 8
@@ -47,16 +48,14 @@ def train(rank, kind, settings, way="closure"):
     for step in range(STEPS):
         x, y = batch(data_of(rank), step)
 
-        def closure(rows=slice(None), x=x, y=y):
-            opt.zero_grad()
-            loss = loss_of(model, (x[rows], y[rows]))
-            loss.backward()
-            return loss
+        def closure_for(*rows):
+            return closure_of(opt, lambda: loss_of(model, (x[slice(*rows)], y[slice(*rows)])))
 
+        closure = closure_for(None)
         if way == "closure":
             opt.step(closure)
         elif way == "list":
-            opt.step([functools.partial(closure, slice(4)), functools.partial(closure, slice(4, 8))])
+            opt.step([closure_for(4), closure_for(4, 8)])
         elif way == "part":
             opt.step_batch(lambda x, y: loss_of(model, (x, y)), (x, y), part=1 / 4)
         else:
@@ -87,34 +86,13 @@ def numbers_reduced(rank, way, settings):
     model, _ = parallel_model("hsdp")
     opt = SAM(torch.optim.SGD(model.parameters(), lr=0.1), model=model, **settings)
     x, y = batch(rank, 0)
-
-    def closure():
-        opt.zero_grad()
-        loss = loss_of(model, (x, y))
-        loss.backward()
-        return loss
-
+    closure = closure_of(opt, lambda: loss_of(model, (x, y)))
     replicas = dist.get_process_group_ranks(next(model.parameters()).device_mesh.get_group(0))
-    with recorded_all_reduces() as calls:
+    with recorded_collectives() as calls:
         opt.step([closure, closure] if way == "list" else closure)
-    assert all(dist.get_process_group_ranks(group) == replicas for _, group in calls)
-    return sum(numel for numel, _ in calls), len(calls)
-
-
-@contextlib.contextmanager
-def recorded_all_reduces():
-    calls = []
-    original = dist.all_reduce
-
-    def recording(tensor, *args, **kwargs):
-        calls.append((tensor.numel(), kwargs.get("group")))
-        return original(tensor, *args, **kwargs)
-
-    dist.all_reduce = recording
-    try:
-        yield calls
-    finally:
-        dist.all_reduce = original
+    reduced = [(args[0].numel(), kwargs["group"]) for name, args, kwargs in calls if name == "all_reduce"]
+    assert all(dist.get_process_group_ranks(group) == replicas for _, group in reduced)
+    return sum(numel for numel, _ in reduced), len(reduced)
 
 
 def divided_by(rank, way, factor):
@@ -124,13 +102,7 @@ def divided_by(rank, way, factor):
         layer.set_gradient_divide_factor(factor)
     opt = SAM(torch.optim.SGD(model.parameters(), lr=0.1), rho=0.3, model=model)
     x, y = batch(rank, 0)
-
-    def closure():
-        opt.zero_grad()
-        loss = loss_of(model, (x, y))
-        loss.backward()
-        return loss
-
+    closure = closure_of(opt, lambda: loss_of(model, (x, y)))
     opt.step([closure, closure] if way == "list" else closure)
     return weights(model)
 
@@ -145,16 +117,17 @@ def failing_first_pass(rank):
 
     with contextlib.suppress(KeyboardInterrupt):
         opt.step(closure)
-    with recorded_all_reduces() as calls:
+    with recorded_collectives() as calls:
         loss_of(model, batch(rank, 0)).backward()
-    return len(calls)
+    return sum(name == "all_reduce" for name, *_ in calls)
 
 
-def placements(rank, p):
+def placements(rank, p, bad=None):
     """Parameters placed in every way on the mesh, with given gradients; return what each moved by."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     generator = torch.Generator().manual_seed(1)
     ways = [
+        None,
         (mesh, [Shard(0), Shard(1)]),
         (mesh, [Shard(0), Shard(0)]),
         (mesh, [Replicate(), Shard(0)]),
@@ -166,6 +139,8 @@ def placements(rank, p):
     ]
     values = [torch.randn(5, 3, generator=generator, dtype=torch.float64) for _ in ways]
     grads = [torch.randn(5, 3, generator=generator, dtype=torch.float64) for _ in ways]
+    if bad is not None:
+        grads[1][0, 0] = bad  # on rank 0 only
     params = []
     for value, grad, way in zip(values, grads, ways, strict=True):
         param = nn.Parameter(value.clone() if way is None else distribute_tensor(value.clone(), *way))

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+import references
 from flatmin import SAM
 
 
@@ -17,10 +18,4 @@ def loss_of(w):
 
 
 def closure_of(w, opt):
-    def closure():
-        opt.zero_grad()
-        loss = loss_of(w)
-        loss.backward()
-        return loss
-
-    return closure
+    return references.closure_of(opt, lambda: loss_of(w))

@@ -1,8 +1,23 @@
-"""Slow, obvious re-derivations of the paper's formulas in float64, written from the paper and from nothing else."""
+"""Slow, obvious re-derivations of the paper's formulas in float64, written from the paper and from nothing else.
+
+And the closure that loops pass to `step`.
+"""
 
 import math
 
 import torch
+
+
+def closure_of(opt, loss_of):
+    """Return a function that zeroes the gradients, computes the loss, calls `backward()` and returns the loss."""
+
+    def closure():
+        opt.zero_grad()
+        loss = loss_of()
+        loss.backward()
+        return loss
+
+    return closure
 
 
 def flat(tensors):

@@ -5,6 +5,7 @@ import math
 from flatmin.lab.runs.history import write_history
 from flatmin.lab.runs.json_files import write_json
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
+from flatmin.lab.studies.contrasts import Contrast, Family
 from flatmin.lab.studies.findings import (
     Cell,
     Comparison,
@@ -17,24 +18,15 @@ from flatmin.lab.studies.findings import (
     Table,
     Verdict,
 )
-from flatmin.lab.studies.statistics import Interval, holm, mean_and_interval, paired_p_value
+from flatmin.lab.studies.statistics import Interval, mean_and_interval
 
 SEEDS = range(5)
 SESSION = {
-    "started": "2026-01-02T03:04:05Z",
-    "flatmin": "0.1.0",
-    "commit": "0123456789abcdef0123456789abcdef01234567+",
-    "python": "3.11.7",
-    "platform": "Linux-6.1-x86_64",
-    "cpu": "Example CPU 9000",
-    "num_cores": 2,
-    "num_threads": 1,
-    "gpus": [],
-    "command": ["/home/somebody/secret/bin/flatmin", "train"],
-    "torch": "2.13.0",
-    "numpy": "2.4.6",
-    "num_workers": 1,
-    "precision": "bfloat16",
+    **{"started": "2026-01-02T03:04:05Z", "command": ["/home/somebody/secret/bin/flatmin", "train"]},
+    **{"flatmin": "0.1.0", "commit": "0123456789abcdef0123456789abcdef01234567+"},
+    **{"python": "3.11.7", "torch": "2.13.0", "numpy": "2.4.6", "precision": "bfloat16"},
+    **{"platform": "Linux-6.1-x86_64", "cpu": "Example CPU 9000", "gpus": []},
+    **{"num_cores": 2, "num_threads": 1, "num_workers": 1},
 }
 METHODS = {  # test errors in %, with and without wrong labels
     "SGD": (16.0, 40.4),
@@ -53,12 +45,12 @@ def experiment(method="SGD", noise=0.0, **changes):
     return Experiment(data=data, model=Model(name="wrn-10-2"), optim=optim, epochs=epochs, **changes)
 
 
-def write_run(runs, spec, seed, test_error, *, failure=None, finished=True):
+def write_run(runs, spec, seed, test_error, *, failure=None, finished=True, sessions=(SESSION,)):
     """Write the directory of a run, as training leaves it, and return its name."""
     path = runs / spec.run_name(seed)
-    path.mkdir(parents=True)
+    path.mkdir(parents=True, exist_ok=True)
     (path / "spec.json").write_text(spec.to_json())
-    write_json(path / "environment.json", {"sessions": [SESSION]})
+    write_json(path / "environment.json", {"sessions": list(sessions)})
     if failure is not None:
         write_json(path / "problem.json", {"problem": failure})
     elif finished:
@@ -105,23 +97,21 @@ def findings_with_runs(runs):
 def table_findings(errors, names, others):
     """Return findings in the shape of Table 1."""
     claims = {"SGD": ("3.5 ± 0.1", "31.2"), "SAM": ("2.7 ± 0.1", "20.6")}
-    against = [(method, noise) for noise in (0.0, 0.4) for method in ("SAM", "SAM, m = 16")]
-    p_values = [paired_p_value(errors[key], errors["SGD", key[1]]) for key in against]
-    compared = {}
-    for key, p_value, p_holm in zip(against, p_values, holm(p_values), strict=True):
-        baseline = errors["SGD", key[1]]
-        differences = tuple(a - b for a, b in zip(errors[key], baseline, strict=True))
-        compared[key] = Comparison(
-            name="SAM minus SGD",
-            difference=mean_and_interval(differences),
-            baseline=sum(baseline) / len(baseline),
+    contrasts = {
+        (method, noise): Contrast(
             quantity="test error",
-            p_value=p_value,
-            p_holm=p_holm,
-            num_pairs=len(differences),
-            values=differences,
-            runs=names[key] + names["SGD", key[1]],
+            lower_name=method,
+            higher_name="SGD",
+            lower=dict(enumerate(errors[method, noise])),
+            higher=dict(enumerate(errors["SGD", noise])),
+            num_asked=len(SEEDS),
+            runs=names[method, noise] + names["SGD", noise],
         )
+        for noise in (0.0, 0.4)
+        for method in ("SAM", "SAM, m = 16")
+    }
+    family = Family(contrasts.values())
+    compared = {key: family.comparison(contrast) for key, contrast in contrasts.items()}
     rows = []
     for method in METHODS:
         row = [method]
@@ -160,19 +150,11 @@ def table_findings(errors, names, others):
     )
     longer = [
         Comparison(
-            name="SGD, twice the epochs minus SGD",
-            quantity=quantity,
-            difference=Interval(-0.5, half_width),
-            baseline=16.0,
-            p_value=p_value,
-            p_holm=p_value,
-            num_pairs=num_pairs,
+            **{"name": "SGD, twice the epochs minus SGD", "quantity": quantity, "baseline": 16.0},
+            **{"difference": Interval(-0.5, half_width), "p_value": p, "p_holm": p, "num_pairs": num_pairs},
             runs=names["SGD, twice the epochs", 0.0][:num_pairs],
         )
-        for quantity, half_width, num_pairs, p_value in (
-            ("test error", 0.2, 5, 0.01),
-            ("top-5 error", math.nan, 1, math.nan),
-        )
+        for quantity, half_width, num_pairs, p in (("test error", 0.2, 5, 0.01), ("top-5 error", math.nan, 1, math.nan))
     ]
     return Findings(
         item="table1",

@@ -19,6 +19,23 @@ from flatmin.lab.sweeps.run_job import JobStatus
 from flatmin.lab.sweeps.sweep import run_job, sweep
 
 
+class AtStep:
+    """A callback of training that calls a function after one of its steps."""
+
+    def __init__(self, step, act):
+        self.step, self.act = step, act
+
+    def on_start(self, directory, num_steps, step):
+        pass
+
+    def on_step(self, step, num_examples, measured):
+        if step == self.step:
+            self.act()
+
+    def on_epoch(self, metrics, speed):
+        pass
+
+
 def tiny(lr=0.1, rho=0.0, epochs=1, **data):
     return Experiment(
         data=Data(**{"train_size": 40, "batch_size": 20} | data),

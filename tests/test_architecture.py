@@ -6,7 +6,10 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import pytest
+
 import flatmin
+from two_processes import WorkerProcesses
 
 SOURCE = Path(flatmin.__file__).parent
 LEVELS = {"__init__": 1, "core": 0, "integrations": 1, "measures": 1, "lab": 2, "cli": 3}
@@ -46,7 +49,7 @@ def test_dependencies_point_one_way():
 
 def test_importing_flatmin_imports_no_lab_and_nothing_heavy():
     heavy = ["flatmin.lab", "torchvision", "timm", "matplotlib", "plotly", "tyro", "rich", "ray", "scipy"]
-    code = f"import sys, flatmin; print([m for m in {heavy!r} if m in sys.modules])"
+    code = f"import sys, flatmin; print([m for m in {[*heavy, 'tensorboard']!r} if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
 
@@ -54,3 +57,15 @@ def test_importing_flatmin_imports_no_lab_and_nothing_heavy():
 def test_public_names_are_documented_and_the_version_is_the_packages():
     assert [name for name in flatmin.__all__ if not getattr(flatmin, name).__doc__] == []
     assert flatmin.__version__ == version("flatmin")
+
+
+# The pair of processes that other tests use.
+
+
+def test_a_pair_that_failed_can_be_closed_and_used_again():
+    pair = WorkerProcesses(2)
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        pair.run(divmod, 0)  # divmod(rank, 0)
+    pair.close()
+    assert pair.run(max, 5) == [5, 5]
+    pair.close()

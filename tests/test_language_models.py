@@ -10,7 +10,7 @@ from torch import nn
 
 import flatmin.lab.data.torchvision_operators  # noqa: F401  (peft imports torchvision)
 from flatmin import SAM, suggest_rho
-from references import eq2, flat, unflat
+from references import closure_of, eq2, flat, unflat
 from test_examples import by_hand, example
 from test_recipes import run_recipe
 
@@ -37,13 +37,7 @@ def loss_of(model, x, y):
 
 
 def step(opt, model, x, y):
-    def closure():
-        opt.zero_grad()
-        loss = loss_of(model, x, y)
-        loss.backward()
-        return loss
-
-    opt.step(closure)
+    opt.step(closure_of(opt, lambda: loss_of(model, x, y)))
 
 
 def assert_same(model, reference, **tolerance):

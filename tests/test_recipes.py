@@ -15,6 +15,7 @@ from torch import nn
 
 import flatmin.lab.data.torchvision_operators  # noqa: F401  (timm and peft import torchvision)
 from flatmin import SAM
+from references import closure_of
 from test_examples import by_hand, cross_entropy
 
 ROOT = Path(__file__).parents[1]
@@ -27,13 +28,7 @@ def example(name):
 
 
 def sam_step(opt, model, x, y):
-    def closure():
-        opt.zero_grad()
-        loss = nn.functional.cross_entropy(model(x), y)
-        loss.backward()
-        return loss
-
-    return opt.step(closure)
+    return opt.step(closure_of(opt, lambda: nn.functional.cross_entropy(model(x), y)))
 
 
 def make_data():
@@ -353,29 +348,6 @@ def test_weight_norm_perturbs_what_is_trained():
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
-def test_spectral_norm_takes_one_power_iteration_per_step():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 3)))
-    other = copy.deepcopy(model)
-    opt = SAM(torch.optim.SGD(model.parameters(), lr=0.0), rho=0.5, model=model)
-    x, y = make_data()
-    sam_step(opt, model, x, y)
-    other(x)  # one forward pass at w
-    buffers = dict(other.named_buffers())
-    assert buffers
-    for name, buffer in model.named_buffers():
-        assert torch.equal(buffer, buffers[name]), name
-
-
-def test_a_scheduler_that_holds_sam_sees_steps_on_batches():
-    model = nn.Linear(6, 3)
-    opt = SAM(torch.optim.SGD(model.parameters(), lr=0.1))
-    schedule = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
-    opt.step_batch(lambda x, y: nn.functional.cross_entropy(model(x), y), make_data(), part=0.5)
-    schedule.step()  # without a warning that no step was taken
-    assert opt.param_groups[0]["lr"] == 0.05
-
-
 def make_normalized_model():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3))
@@ -424,13 +396,7 @@ def test_buffers_of_both_models_of_a_gan_come_from_the_first_pass(both):
     opt = SAM(torch.optim.Adam(discriminator.parameters()), rho=0.5, model=models if both else discriminator)
     x, _ = make_data()
 
-    def closure():
-        opt.zero_grad()
-        loss = nn.functional.softplus(discriminator(generator(x).detach())).mean()
-        loss.backward()
-        return loss
-
-    opt.step(closure)
+    opt.step(closure_of(opt, lambda: nn.functional.softplus(discriminator(generator(x).detach())).mean()))
     once[1](once[0](x))  # one forward pass at w
     same = [torch.equal(b, c) for b, c in zip(models.buffers(), once.buffers(), strict=True)]
     assert all(same) == both

@@ -1,6 +1,9 @@
-"""Worker processes in one gloo group, which run a function of `(rank, *args)` all at once."""
+"""Worker processes in one gloo group, which run a function of `(rank, *args)` all at once; and torchrun."""
 
 import contextlib
+import os
+import subprocess
+import sys
 import tempfile
 import traceback
 from pathlib import Path
@@ -10,6 +13,44 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 PATIENCE_SECONDS = 300  # until a deadlock is called one
+
+
+@contextlib.contextmanager
+def recorded_collectives():
+    """Record calls of torch.distributed's functions, with their arguments."""
+    names = [n for n in dir(dist) if n.startswith(("all_", "reduce", "broadcast", "gather", "scatter"))]
+    originals = {n: getattr(dist, n) for n in names if callable(getattr(dist, n))}
+    calls = []
+
+    def recording(name):
+        def call(*args, **kwargs):
+            calls.append((name, args, kwargs))
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    for name in originals:
+        setattr(dist, name, recording(name))
+    try:
+        yield calls
+    finally:
+        for name, function in originals.items():
+            setattr(dist, name, function)
+
+
+def torchrun(folder, script, *arguments, options=(), **environment):
+    """Run a script in two processes, in a folder, and return what they printed as errors."""
+    (folder / "script.py").write_text(script)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *options]
+    done = subprocess.run(
+        [*launcher, str(folder / "script.py"), *map(str, arguments)],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr
 
 
 def _serve(rank, world, rendezvous, pipe):

@@ -1,33 +1,32 @@
 """What each of two processes does in tests/lab/training."""
 
+import json
 import os
+import signal
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from flatmin.lab.data.pipeline import Batch
+from flatmin.lab.spec.experiment import Experiment
 from flatmin.lab.training.distributed import Workers, join_workers
+from flatmin.lab.training.engine import train
 from flatmin.lab.training.evaluation import evaluate
+from flatmin.lab.training.steps import Stepper
+from two_processes import recorded_collectives
 
 
 def groups_of_long_work(rank):
     """Return the timeouts of the groups whose collectives wait for the main process, and what it returned."""
-    used = []
-    broadcast = dist.broadcast_object_list
-
-    def recorded(objects, *arguments, group=None, **settings):
-        used.append(group._get_backend(torch.device("cpu")).options._timeout)
-        return broadcast(objects, *arguments, group=group, **settings)
-
-    os.environ["WORLD_SIZE"], dist.broadcast_object_list = "2", recorded
+    os.environ["WORLD_SIZE"] = "2"
     try:
-        with join_workers() as workers:
-            return used, workers.on_main(lambda: f"from {rank}")
+        with recorded_collectives() as calls, join_workers() as workers:
+            result = workers.on_main(lambda: f"from {rank}")
     finally:
         del os.environ["WORLD_SIZE"]
-        dist.broadcast_object_list = broadcast
+    groups = [kwargs["group"] for name, _, kwargs in calls if name == "broadcast_object_list"]
+    return [group._get_backend(torch.device("cpu")).options._timeout for group in groups], result
 
 
 def predictions():
@@ -50,3 +49,21 @@ def evaluated_ece(rank):
     )
     workers = Workers(rank=rank, count=2, device=torch.device("cpu"))
     return evaluate(nn.Identity(), [batch], ("loss", "error", "ece"), "float32", workers)["ece"]
+
+
+def train_and_perhaps_die(folder, die_at):
+    """Train what is asked for in a folder, under torchrun; worker 1 may kill itself at a step, once."""
+    torch.set_num_threads(1)
+    seen = []
+    step = Stepper.step
+
+    def recorded_step(self, batch, number, lr):
+        first_life = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        if number == die_at and first_life and self.workers.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        seen.append((number, batch.examples.tolist()))
+        return step(self, batch, number, lr)
+
+    Stepper.step = recorded_step
+    train(Experiment.from_json((folder / "asked.json").read_text()), runs=folder, checkpoint_seconds=0)
+    (folder / f"seen-{os.environ['RANK']}.json").write_text(json.dumps(seen))

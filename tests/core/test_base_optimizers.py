@@ -1,4 +1,4 @@
-"""Every optimizer of torch.optim that steps on given gradients works as a base, and steps as by itself."""
+"""Every optimizer of torch.optim that steps on given gradients is a base that steps as by itself; releases of torch."""
 
 import inspect
 
@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from flatmin import SAM, sam_gradient
+from flatmin.core import compat
+from references import closure_of
 
 NEEDS_A_CLOSURE = {"LBFGS"}
 SETTINGS = {"SGD": {"lr": 0.05, "momentum": 0.9}, "Muon": {"lr": 0.05}}
@@ -50,14 +52,8 @@ def test_a_step_is_the_bases_own_step_on_the_sam_gradient(cls, flags):
     opt = SAM(build(cls, flags, sam_params), rho=0.2)
     own = build(cls, flags, own_params)
 
-    def closure():
-        opt.zero_grad()
-        loss = loss_of(sam_params)
-        loss.backward()
-        return loss
-
     for _ in range(3):
-        opt.step(closure)
+        opt.step(closure_of(opt, lambda: loss_of(sam_params)))
         result = sam_gradient(loss_of, own_params, rho=0.2)
         for p, g in zip(own_params, result.grads, strict=True):
             p.grad = g.to_sparse(1) if sparse else g
@@ -85,14 +81,7 @@ def test_an_optimizer_of_somebody_elses_works():
 
     w = nn.Parameter(torch.tensor([1.0, -2.0]))
     opt = SAM(SignDescent([w], lr=0.5), rho=0.1)
-
-    def closure():
-        opt.zero_grad()
-        loss = (w**2).sum()
-        loss.backward()
-        return loss
-
-    opt.step(closure)
+    opt.step(closure_of(opt, lambda: (w**2).sum()))
     assert w.tolist() == [0.5, -1.5]
 
 
@@ -100,3 +89,26 @@ def test_adadeltas_own_rho_is_left_alone():
     opt = SAM(torch.optim.Adadelta([nn.Parameter(torch.ones(2))], rho=0.77), rho=0.2)
     assert opt.param_groups[0]["rho"] == 0.77
     assert opt.rho == 0.2
+
+
+# What differs between releases of torch behaves alike on all of them.
+
+each_release = pytest.mark.parametrize("torch_version", [compat.TORCH, (2, 6)])
+
+
+@each_release
+def test_hooks_on_saved_tensors_are_seen_while_they_are_active(torch_version, monkeypatch):
+    monkeypatch.setattr(compat, "TORCH", torch_version)
+    for _ in range(2):  # asking does not disable them
+        assert not compat.has_saved_tensors_hooks()
+        with torch.autograd.graph.save_on_cpu():
+            assert compat.has_saved_tensors_hooks()
+
+
+@each_release
+def test_asking_for_hooks_leaves_disabled_ones_disabled(torch_version, monkeypatch):
+    monkeypatch.setattr(compat, "TORCH", torch_version)
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        assert not compat.has_saved_tensors_hooks()
+        with pytest.raises(RuntimeError, match="not here"), torch.autograd.graph.save_on_cpu():
+            pass

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from flatmin import SAM, check_pass
+from references import closure_of
 
 
 class Meter:
@@ -54,16 +55,6 @@ def make(model=None, give_model=True):
     model = model or nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
     opt = SAM(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model=model if give_model else None)
     return model, opt, torch.randn(8, 4)
-
-
-def closure_of(opt, loss_of):
-    def closure():
-        opt.zero_grad()
-        loss = loss_of()
-        loss.backward()
-        return loss
-
-    return closure
 
 
 def of_dropout(model, opt, x):

@@ -1,106 +1,102 @@
-"""DistributedDataParallel with two gloo processes, against a single process that re-derives both."""
+"""DistributedDataParallel with two gloo processes, against a single process that re-derives both in float64."""
+
+import copy
 
 import pytest
 import torch
 
 import ddp_cases
-from flatmin import sam_gradient
 
 
-def reference(way, sync, batch_norm, unused):
-    """Train in one process: the mean over workers (and micro-batches) of SAM gradients, from the paper's definition."""
+def gradient(model, params, batch, use_extra):
+    leaves = {name: p.detach().clone().requires_grad_() for name, p in params.items()}
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    out = torch.func.functional_call(model, (leaves, buffers), (batch[0], use_extra))
+    grads = torch.autograd.grad(((out - batch[1]) ** 2).mean(), list(leaves.values()), allow_unused=True)
+    return [torch.zeros_like(p) if g is None else g for p, g in zip(leaves.values(), grads, strict=True)]
+
+
+def reference(way, sync, batch_norm, unused, weight):
+    """Train one process on the mean over workers of g + c (g(w + eps) - g), eps = 0.3 g / |g| of a worker or of both.
+
+    Also return the statistics of both workers after each step: of the passes at w, or of the rest.
+    """
     model = ddp_cases.make_model(batch_norm, unused)
-    names = [name for name, _ in model.named_parameters()]
     buffers = {name: b.clone() for name, b in model.named_buffers()}  # rank 0's, which DDP broadcasts
     history = []
+    in_pieces = way in ("list", "rest")
+    shares = [n / sum(ddp_cases.SIZES) for n in ddp_cases.SIZES] if in_pieces else [1.0]
     for step in range(ddp_cases.STEPS):
-        params = {name: p.detach() for name, p in model.named_parameters()}
-        parts = []  # of each worker: (weight, batch)
-        for rank in range(2):
-            if way == "list":
-                sizes = ddp_cases.SIZES
-                batches = ddp_cases.micro_batches(rank, step)
-                parts.append([(n / sum(sizes), b) for n, b in zip(sizes, batches, strict=True)])
-            else:
-                parts.append([(1.0, ddp_cases.whole_batch(rank, step))])
-
-        def loss_at(p, rank, batch, buffers_now):
-            out = torch.func.functional_call(model, (p, buffers_now), (batch[0], unused and rank == 0))
-            return ((out - batch[1]) ** 2).mean()
-
-        local_buffers = [{k: v.clone() for k, v in buffers.items()} for _ in range(2)]
-        total = {name: torch.zeros_like(t) for name, t in params.items()}
-        for index in range(len(parts[0])):
-            if sync:  # the gradient that gives eps is the mean over the workers
-                mean = [0.5, 0.5]
-
-                def joint_loss(p):
-                    return sum(
-                        mean[r] * loss_at(p, r, parts[r][index][1], {k: v.clone() for k, v in local_buffers[r].items()})
-                        for r in range(2)
-                    )
-
-                eps = sam_gradient(joint_loss, params, rho=0.3).perturbation
+        params = {name: p.detach().clone() for name, p in model.named_parameters()}
+        total = [torch.zeros_like(p) for p in params.values()]
+        statistics = [copy.deepcopy(buffers) for _ in range(2)]
+        for number, share in enumerate(shares):
+            is_rest = way == "rest" and number == 1
+            at_w, batches = [], []
             for rank in range(2):
-                weight, batch = parts[rank][index]
-
-                def loss(p):
-                    return loss_at(p, rank, batch, {k: v.clone() for k, v in local_buffers[rank].items()})
-
-                if sync:
-                    moved = {k: (v + eps[k]).requires_grad_() for k, v in params.items()}
-                    found = torch.autograd.grad(loss(moved), list(moved.values()), allow_unused=True)
-                    pairs = zip(moved.items(), found, strict=True)
-                    grads = {k: torch.zeros_like(v) if g is None else g for (k, v), g in pairs}
-                else:
-                    grads = sam_gradient(loss, params, rho=0.3).grads
-                for name in names:
-                    total[name] += 0.5 * weight * grads[name]
-                loss_at(params, rank, batch, local_buffers[rank])  # the statistics of one pass at w
+                pieces = ddp_cases.micro_batches(rank, step)
+                batches.append(pieces[number] if in_pieces else ddp_cases.whole_batch(rank, step))
+                at_w.append(gradient(model, params, batches[rank], unused and rank == 0))
+            mean = [(a + b) / 2 for a, b in zip(*at_w, strict=True)]
+            for rank in range(2):
+                use_extra, g = unused and rank == 0, at_w[rank]
+                if not is_rest:
+                    up = mean if sync else g
+                    norm = torch.cat([t.reshape(-1) for t in up]).norm()
+                    moved = {name: p + 0.3 * t / norm for (name, p), t in zip(params.items(), up, strict=True)}
+                    c = weight if weight is not None else 1 / share if way == "rest" else 1.0
+                    perturbed = gradient(model, moved, batches[rank], use_extra)
+                    g = [a + c * (b - a) for a, b in zip(g, perturbed, strict=True)]
+                total = [t + share * a / 2 for t, a in zip(total, g, strict=True)]
+                if way != "rest" or is_rest:
+                    torch.func.functional_call(model, (params, statistics[rank]), (batches[rank][0], use_extra))
         with torch.no_grad():
-            for name, p in model.named_parameters():
-                p -= 0.1 * total[name]
-        history.append(local_buffers)
-        buffers = local_buffers[0]
+            for p, g in zip(model.parameters(), total, strict=True):
+                p -= 0.1 * g
+        history.append(statistics)
+        buffers = statistics[0]
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()]), history
 
 
-@pytest.mark.parametrize("way", ["closure", "list", "perturbed"])
-@pytest.mark.parametrize("sync", [False, True])
+@pytest.mark.parametrize(
+    ("way", "settings", "num_reductions"),
+    [
+        *((way, {"sync_perturbation": False}, 1) for way in ("closure", "list", "perturbed")),
+        *((way, {"sync_perturbation": True}, n) for way, n in (("closure", 2), ("list", 3), ("perturbed", 2))),
+        *(("rest", {}, 1), ("rest", {"weight": 1.0}, 1), ("closure", {"weight": 2.5}, 1)),
+    ],
+)
 @pytest.mark.parametrize(
     ("ddp_settings", "batch_norm", "unused"),
     [
-        ({}, False, False),
-        ({"gradient_as_bucket_view": True}, False, False),
         ({}, True, False),
+        ({"gradient_as_bucket_view": True}, False, False),
         ({"find_unused_parameters": True}, False, True),
         ({"find_unused_parameters": True, "gradient_as_bucket_view": True}, True, True),
     ],
 )
-def test_eps_is_per_worker_or_shared_as_one_process_derives_it(
-    two_processes, way, sync, ddp_settings, batch_norm, unused
-):
-    results = two_processes.run(ddp_cases.train, way, {"sync_perturbation": sync}, ddp_settings, batch_norm, unused)
-    weights, buffers = reference(way, sync, batch_norm, unused)
+def test_two_workers_equal_one_process(two_processes, way, settings, num_reductions, ddp_settings, batch_norm, unused):
+    """Weights and statistics; and how often gradients are reduced."""
+    results = two_processes.run(ddp_cases.train, way, settings, ddp_settings, batch_norm, unused)
+    sync = settings.get("sync_perturbation", False)
+    weights, buffers = reference(way, sync, batch_norm, unused, settings.get("weight"))
     assert torch.equal(results[0]["weights"], results[1]["weights"])
     torch.testing.assert_close(results[0]["weights"], weights, rtol=1e-10, atol=1e-12)
-    for rank in range(2):
+    for rank in (0,) if way == "rest" else (0, 1):  # with a rest, rank 1 goes on from statistics of its own
         for got, expected in zip(results[rank]["buffers"], buffers, strict=True):
             for name, value in got.items():
                 torch.testing.assert_close(value, expected[rank][name], rtol=1e-10, atol=1e-12)
     assert results[0]["no_gradient"] == (["never.weight", "never.bias"] if unused else [])
-
     size = sum(p.numel() for p in ddp_cases.make_model(batch_norm, unused).parameters())
-    passes = {"closure": 2, "list": 3, "perturbed": 2}[way] if sync else 1
-    if not (unused and way == "list"):  # there, the parameters nobody uses are left out
-        assert sum(results[0]["reductions"]) == ddp_cases.STEPS * passes * size, "gradients are reduced once a step"
+    # Where SAM sums gradients itself, the five parameters that nobody uses are left out of the last reduction.
+    left_out = 5 if unused and (way in ("list", "rest") or "weight" in settings) else 0
+    assert sum(results[0]["reductions"]) == ddp_cases.STEPS * (num_reductions * size - left_out)
 
 
 def test_a_static_graph_works_with_a_shared_perturbation(two_processes):
-    results = two_processes.run(
-        ddp_cases.train, "closure", {"sync_perturbation": True}, {"static_graph": True}, False, False
-    )
-    torch.testing.assert_close(results[0]["weights"], reference("closure", True, False, False)[0])
+    settings = ("closure", {"sync_perturbation": True}, {"static_graph": True}, False, False)
+    results = two_processes.run(ddp_cases.train, *settings)
+    torch.testing.assert_close(results[0]["weights"], reference("closure", True, False, False, None)[0])
 
 
 def test_it_warns_once_where_it_cannot_keep_the_first_pass_local(two_processes):
@@ -116,3 +112,13 @@ def test_it_warns_once_where_it_cannot_keep_the_first_pass_local(two_processes):
 def test_random_directions_differ_between_workers_unless_shared(two_processes, sync):
     first, second = two_processes.run(ddp_cases.random_directions, sync)
     assert torch.equal(first, second) == sync
+
+
+def test_mixing_in_the_two_pass_form_needs_a_shared_perturbation(two_processes):
+    for message in two_processes.run(ddp_cases.mixed_two_pass_form):
+        assert "Pass sync_perturbation=True" in message
+
+
+def test_a_rest_that_drops_the_gradients_is_refused(two_processes):
+    for message in two_processes.run(ddp_cases.rest_that_drops_gradients):
+        assert "must zero them with opt.zero_grad()" in message

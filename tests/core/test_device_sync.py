@@ -64,8 +64,7 @@ def ascent_on_other_examples(opt, closure):
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("groups", [False, True])
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize(("settings", "groups"), [({}, False), *((s, True) for s in SETTINGS)], ids=str)
 @pytest.mark.parametrize("way", [closure_step, micro_batches, two_passes, ascent_on_other_examples])
 def test_no_step_waits_for_the_device(device, settings, groups, way):
     if way is two_passes and settings.get("ascent_steps", 1) > 1:

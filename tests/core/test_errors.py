@@ -33,6 +33,12 @@ def base():
         ({"adaptive": math.nan}, ValueError, "adaptive"),
         ({"adaptive": "yes"}, TypeError, "adaptive"),
         ({"model": "resnet"}, TypeError, "model must be an nn.Module"),
+        ({"generator": 3}, TypeError, "generator must be a torch.Generator"),
+        ({"weight": -1.0}, ValueError, "weight must be finite and not negative"),
+        ({"weight": math.inf}, ValueError, "weight must be finite"),
+        ({"weight": "1"}, TypeError, "weight must be a number"),
+        ({"direction": "momentum", "weight": 2.0}, ValueError, "weight=2.0"),
+        ({"direction": "momentum", "ascent_steps": 2}, ValueError, "ascent_steps=2"),
     ],
 )
 def test_a_bad_setting_is_named(settings, error, message):
@@ -52,24 +58,33 @@ def test_a_bad_group_radius_is_named_when_it_is_given():
         opt.rho = -1
 
 
-def test_a_class_is_not_a_base():
-    with pytest.raises(TypeError, match=r"built optimizer, got the class SGD.*SAM\(torch.optim.SGD"):
-        SAM(torch.optim.SGD, rho=0.05)
+ONE_LINE = r"Write SAM\(torch.optim.SGD\(model.parameters\(\), lr=0.1, momentum=0.9\), rho=0.05, model=model\)"
+FOREIGN = type("Optimizer", (), {"__module__": "fastai.optimizer"})()
 
 
-def test_what_is_no_optimizer_is_not_a_base():
-    with pytest.raises(TypeError, match="base must be a built optimizer, got list"):
-        SAM([nn.Parameter(torch.ones(1))])
-    with pytest.raises(TypeError, match="SAM already"):
-        SAM(SAM(base()))
-    foreign = type("Optimizer", (), {"__module__": "fastai.optimizer"})()
-    with pytest.raises(TypeError, match=r"must be a torch.optim.Optimizer, got fastai.optimizer.Optimizer"):
-        SAM(foreign)
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda p: SAM(torch.optim.SGD, rho=0.05), r"built optimizer, got the class SGD.*SAM\(torch.optim.SGD"),
+        (lambda p: SAM(list(p)), "base must be a built optimizer, got list"),
+        (lambda p: SAM(SAM(base())), "SAM already"),
+        (lambda p: SAM(FOREIGN), "must be a torch.optim.Optimizer, got fastai.optimizer.Optimizer"),
+        (lambda p: SAM(torch.optim.LBFGS(p)), "base is LBFGS"),
+        # As in other libraries.
+        (lambda p: SAM(p, torch.optim.SGD, lr=0.1), ONE_LINE),
+        (lambda p: SAM(p, base_optimizer=torch.optim.SGD, lr=0.1), ONE_LINE),
+        (lambda p: SAM(p), "got generator: SAM wraps an optimizer.*" + ONE_LINE),
+    ],
+)
+def test_what_is_not_a_base_is_refused_with_what_to_write(call, message):
+    with pytest.raises(TypeError, match=message):
+        call(nn.Linear(2, 1).parameters())
 
 
-def test_lbfgs_is_not_a_base():
-    with pytest.raises(TypeError, match="base is LBFGS"):
-        SAM(torch.optim.LBFGS([nn.Parameter(torch.ones(2))]))
+@pytest.mark.parametrize("name", ["first_step", "second_step"])
+def test_methods_of_other_libraries_say_what_to_write(name):
+    with pytest.raises(AttributeError, match=ONE_LINE):
+        getattr(SAM(base()), name)
 
 
 def make():
@@ -78,41 +93,66 @@ def make():
     return w, opt
 
 
-def test_a_step_without_closure_or_second_pass_raises_and_says_what_to_do():
-    w, opt = make()
-    w.sum().backward()
-    with pytest.raises(TypeError, match=r"needs a closure.*opt.perturbed"):
-        opt.step()
-    assert w.tolist() == [1.0, 2.0]
+def no_block(w, opt):
+    pass
 
 
-def test_a_second_pass_allows_one_step_only():
-    w, opt = make()
-    w.sum().backward()
-    with opt.perturbed():
-        w.sum().backward()
-    opt.step()
-    with pytest.raises(TypeError, match="needs a closure"):
-        opt.step()
+def warm_up_from_zero(w, opt):
+    opt.param_groups[0]["lr"] = 0.0
 
 
-def test_a_block_without_a_backward_pass_allows_no_step():
-    w, opt = make()
-    w.sum().backward()
+def empty_block(w, opt):
     with opt.perturbed():
         pass
-    with pytest.raises(TypeError, match="needs a closure"):
-        opt.step()
 
 
-def test_a_block_that_failed_allows_no_step():
-    w, opt = make()
-    w.sum().backward()
+def failed_block(w, opt):
     with pytest.raises(RuntimeError), opt.perturbed():
         w.sum().backward()
         raise RuntimeError
-    with pytest.raises(TypeError, match="needs a closure"):
+
+
+def used_block(w, opt):
+    with opt.perturbed():
+        w.sum().backward()
+    opt.step()
+
+
+def gradients_zeroed_in_place(w, opt):
+    with opt.perturbed():
+        w.sum().backward()
+    opt.zero_grad(set_to_none=False)
+    w.sum().backward()
+
+
+def gradients_dropped(w, opt):
+    with opt.perturbed():
+        w.sum().backward()
+    w.grad = None
+    w.sum().backward()
+
+
+def loaded(w, opt):
+    with opt.perturbed():
+        w.sum().backward()
+    opt.load_state_dict(opt.state_dict())
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        *(no_block, warm_up_from_zero, empty_block, failed_block),
+        *(used_block, gradients_zeroed_in_place, gradients_dropped, loaded),
+    ],
+)
+def test_a_step_without_a_closure_needs_the_gradients_of_a_second_pass(before):
+    w, opt = make()
+    w.sum().backward()
+    before(w, opt)
+    start = w.detach().clone()
+    with pytest.raises(TypeError, match=r"needs a closure, or a pass at the perturbed weights.*opt.perturbed"):
         opt.step()
+    assert torch.equal(w, start)
 
 
 def test_blocks_cannot_be_nested_and_no_step_is_taken_within():

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import references
 from flatmin import SAM
@@ -27,13 +28,7 @@ def loss_of(model, data):
 
 
 def closure_of(model, opt, data):
-    def closure():
-        opt.zero_grad()
-        loss = loss_of(model, data)
-        loss.backward()
-        return loss
-
-    return closure
+    return references.closure_of(opt, lambda: loss_of(model, data))
 
 
 def weights(model):
@@ -153,8 +148,10 @@ def test_a_compiled_model_takes_the_same_steps_without_recompiling():
 
 
 @pytest.mark.filterwarnings("ignore")  # dynamo's and inductor's own
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("way", ["closure", "two passes", "batch"])
+@pytest.mark.parametrize(
+    ("backend", "way"),
+    [("aot_eager", "closure"), ("aot_eager", "two passes"), ("aot_eager", "batch"), ("inductor", "batch")],
+)
 def test_a_compiled_train_step_is_the_same_step(backend, way):
     def train(compiled):
         torch._dynamo.reset()
@@ -228,34 +225,44 @@ def test_a_parameter_group_added_later_is_perturbed_and_trained():
     assert opt.base.param_groups[1]["params"] == [extra]
     seen = []
 
-    def closure():
-        opt.zero_grad()
+    def loss():
         seen.append(extra.detach().clone())
-        loss = loss_of(model, batch()) + (extra**2).sum()
-        loss.backward()
-        return loss
+        return loss_of(model, batch()) + (extra**2).sum()
 
-    opt.step(closure)
+    opt.step(references.closure_of(opt, loss))
     assert not torch.equal(seen[0], seen[1])
     torch.testing.assert_close(extra.detach(), seen[0] - 0.5 * 2 * seen[1])
 
 
-def test_optimizer_hooks_of_both_run_once_a_step():
+def test_hooks_of_both_and_global_ones_run_once_a_step():
     model, opt = make()
     calls = []
-    opt.register_step_pre_hook(lambda *_: calls.append("sam pre"))
-    opt.register_step_post_hook(lambda *_: calls.append("sam post"))
-    opt.base.register_step_pre_hook(lambda *_: calls.append("base pre"))
-    opt.base.register_step_post_hook(lambda *_: calls.append("base post"))
-    opt.register_state_dict_pre_hook(lambda *_: calls.append("save"))
+
+    def note(name):
+        return lambda optimizer, *_: calls.append((name, type(optimizer).__name__))
+
+    handles = [
+        register_optimizer_step_pre_hook(note("global pre")),
+        register_optimizer_step_post_hook(note("global post")),
+    ]
+    for optimizer in (opt, opt.base):
+        optimizer.register_step_pre_hook(note("pre"))
+        optimizer.register_step_post_hook(note("post"))
+    opt.register_state_dict_pre_hook(note("save"))
     opt.register_state_dict_post_hook(lambda _, state: state | {"extra": 1})
-    opt.register_load_state_dict_pre_hook(lambda _, state: calls.append("load"))
-    opt.register_load_state_dict_post_hook(lambda _: calls.append("loaded"))
-    opt.step(closure_of(model, opt, batch()))
+    opt.register_load_state_dict_pre_hook(note("load"))
+    opt.register_load_state_dict_post_hook(note("loaded"))
+    try:
+        opt.step(closure_of(model, opt, batch()))
+    finally:
+        for handle in handles:
+            handle.remove()
     state = opt.state_dict()
     assert state["extra"] == 1
     opt.load_state_dict(state)
-    assert calls == ["sam pre", "base pre", "base post", "sam post", "save", "load", "loaded"]
+    of_base = [(name, "SGD") for name in ("global pre", "pre", "post", "global post")]
+    assert sorted(calls[1:5]) == sorted(of_base)
+    assert [calls[0], *calls[5:]] == [(name, "SAM") for name in ("pre", "post", "save", "load", "loaded")]
 
 
 def test_a_trainers_do_nothing_closure_after_a_second_pass_is_called_once_and_ignored():
@@ -270,7 +277,8 @@ def test_a_trainers_do_nothing_closure_after_a_second_pass_is_called_once_and_ig
     torch.testing.assert_close(weights(one), weights(two))
 
 
-def test_a_wrapper_that_subclasses_the_optimizer_on_the_fly_sees_the_same_state():
+@pytest.mark.filterwarnings("ignore:model has none of the parameters")
+def test_a_wrapper_that_subclasses_the_optimizer_on_the_fly_sees_and_sets_the_same_state():
     """As Lightning's does: the attributes are copied, the class is a new one."""
     model, opt = make()
 
@@ -280,7 +288,9 @@ def test_a_wrapper_that_subclasses_the_optimizer_on_the_fly_sees_the_same_state(
             self.__class__ = type("Wrapped", (self.__class__, optimizer.__class__), {})
             self.inner = optimizer
 
-    wrapped = Wrapper(opt)
+    wrapped, norm = Wrapper(opt), nn.BatchNorm1d(2)
+    wrapped.rho = 0.7
+    wrapped.model = norm
     loss_of(model, batch()).backward()
     before = weights(model)
     with wrapped.perturbed():
@@ -288,6 +298,8 @@ def test_a_wrapper_that_subclasses_the_optimizer_on_the_fly_sees_the_same_state(
     opt.step()
     assert not torch.equal(before, weights(model))
     assert opt.metrics is wrapped.metrics
+    assert opt.metrics.perturbation_norm.item() == pytest.approx(0.7)
+    assert opt.model is norm
 
 
 def test_a_float_loss_is_accepted():

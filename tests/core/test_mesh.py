@@ -10,7 +10,7 @@ from flatmin import SAM, ascent_step
 from flatmin.core.compat import TORCH
 from fsdp_cases import STEPS, batch, generator_for, loss_of, weights
 from mesh_cases import HIDDEN, make_model
-from references import eq2, flat
+from references import closure_of, eq2, flat
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch.distributed is not available")
 
@@ -30,14 +30,7 @@ def reference(num_batches, settings):
     opt = SAM(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), **settings, **generator_for(settings))
     for step in range(STEPS):
         x, y = (torch.cat(parts) for parts in zip(*(batch(r, step) for r in range(num_batches)), strict=True))
-
-        def closure(x=x, y=y):
-            opt.zero_grad()
-            loss = loss_of(model, (x, y))
-            loss.backward()
-            return loss
-
-        opt.step(closure)
+        opt.step(closure_of(opt, lambda: loss_of(model, (x, y))))
     return weights(model), opt.metrics.perturbation_norm, opt.metrics.grad_norm
 
 
@@ -63,6 +56,12 @@ def test_norm_is_joint_over_every_placement(four_processes, p):
     for moved, grads in four_processes.run(mesh_cases.placements, p):
         for found, known in zip(moved, ascent_step(grads, rho=0.3, p=p), strict=True):
             torch.testing.assert_close(found, known, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_gradient_that_is_not_finite_on_one_rank_perturbs_none(four_processes, bad):
+    for moved, _ in four_processes.run(mesh_cases.placements, 2.0, bad):
+        assert flat(moved).abs().max() == 0
 
 
 # HSDP without sync_perturbation: one eps per replica, which is two ranks here.
@@ -111,13 +110,7 @@ def micro_batches(settings, slices, rest=None):
     opt = SAM(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), **settings)
 
     def closure_for(step, replica, rows):
-        def closure():
-            opt.zero_grad()
-            loss = loss_of(model, replica_batch(replica, step, rows))
-            loss.backward()
-            return loss
-
-        return closure
+        return closure_of(opt, lambda: loss_of(model, replica_batch(replica, step, rows)))
 
     for step in range(STEPS):
         closures = [closure_for(step, replica, rows) for replica in range(2) for rows in slices]
@@ -125,14 +118,7 @@ def micro_batches(settings, slices, rest=None):
             opt.step(closures)
         else:
             x, y = (torch.cat(parts) for parts in zip(*(replica_batch(r, step, rest) for r in range(2)), strict=True))
-
-            def rest_closure(x=x, y=y):
-                opt.zero_grad()
-                loss = loss_of(model, (x, y))
-                loss.backward()
-                return loss
-
-            opt.step(closures, rest=rest_closure, weights=[1, 1, 6])
+            opt.step(closures, rest=closure_of(opt, lambda: loss_of(model, (x, y))), weights=[1, 1, 6])
     return weights(model)
 
 

@@ -30,13 +30,7 @@ def loss_of(w, batch):
 
 
 def closure_of(model, opt, batch):
-    def closure():
-        opt.zero_grad()
-        loss = loss_of(model.weight, batch)
-        loss.backward()
-        return loss
-
-    return closure
+    return references.closure_of(opt, lambda: loss_of(model.weight, batch))
 
 
 @pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
@@ -94,13 +88,7 @@ def test_a_parameter_that_only_some_micro_batches_use_counts_as_zero_in_the_othe
     opt = SAM(torch.optim.SGD([a, b, unused], lr=0.1), rho=0.1)
 
     def closure_for(*params):
-        def closure():
-            opt.zero_grad()
-            loss = sum((p**2).sum() for p in params) / 2
-            loss.backward()
-            return loss
-
-        return closure
+        return references.closure_of(opt, lambda: sum((p**2).sum() for p in params) / 2)
 
     opt.step([closure_for(a, b), closure_for(a)])
     eps = 0.1 / 2  # the gradient of the first is (1, 1, 1, 1), so that each moves by rho / 2
@@ -109,28 +97,20 @@ def test_a_parameter_that_only_some_micro_batches_use_counts_as_zero_in_the_othe
 
 
 @pytest.mark.parametrize(
-    ("weights", "message"),
+    ("closures", "more", "error", "message"),
     [
-        ([1.0], "1 entries for 2 closures"),
-        ([1.0, -1.0], "not negative"),
-        ([0, 0], "not all 0"),
-        ([1, math.nan], "finite"),
+        ([], {}, TypeError, "non-empty list"),
+        ([1, 2], {}, TypeError, "non-empty list"),
+        (pytest.fail, {"weights": [1]}, ValueError, "list of closures"),
+        ([pytest.fail], {"ascent": pytest.fail}, ValueError, "one closure"),
+        ([pytest.fail] * 2, {"weights": [1.0]}, ValueError, "1 entries for 2 closures"),
+        ([pytest.fail] * 2, {"weights": [1.0, -1.0]}, ValueError, "not negative"),
+        ([pytest.fail] * 2, {"weights": [0, 0]}, ValueError, "not all 0"),
+        ([pytest.fail] * 2, {"weights": [1, math.nan]}, ValueError, "finite"),
     ],
 )
-def test_bad_weights_are_refused_before_anything_is_called(weights, message):
+def test_bad_lists_and_weights_are_refused_before_anything_is_called(closures, more, error, message):
     model, opt = make()
-    with pytest.raises(ValueError, match=message):
-        opt.step([pytest.fail, pytest.fail], weights=weights)
+    with pytest.raises(error, match=message):
+        opt.step(closures, **more)
     assert model.weight.grad is None
-
-
-def test_an_empty_list_and_what_is_no_function_are_refused():
-    _, opt = make()
-    with pytest.raises(TypeError, match="non-empty list"):
-        opt.step([])
-    with pytest.raises(TypeError, match="non-empty list"):
-        opt.step([1, 2])
-    with pytest.raises(ValueError, match="list of closures"):
-        opt.step(lambda: None, weights=[1])
-    with pytest.raises(ValueError, match="one closure"):
-        opt.step([lambda: None], ascent=lambda: None)

@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+import quartic
 from flatmin import SAM
+from references import closure_of
 
 
 class RunningRms(nn.Module):
@@ -39,13 +41,7 @@ def make(norm, **settings):
     x = torch.randn(16, 4)
     opt = SAM(torch.optim.SGD(model.parameters(), lr=0.1), **({"rho": 0.5, "model": model} | settings))
 
-    def closure():
-        opt.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        return loss
-
-    return model, opt, closure, x
+    return model, opt, closure_of(opt, lambda: model(x).square().mean()), x
 
 
 def buffers(model):
@@ -97,11 +93,10 @@ def test_layers_in_eval_mode_are_left_alone_and_random_needs_no_first_pass_then(
     assert len(calls) == 3
 
 
-def test_a_model_moved_after_the_optimizer_was_built_is_still_looked_after():
+def test_a_layer_replaced_during_training_is_looked_after():
     model, opt, closure, _ = make(LAYERS["batch norm"])
-    for module in model.modules():
-        for name, t in module._buffers.items():
-            module._buffers[name] = t.clone()
+    opt.step(closure)
+    model[1] = nn.BatchNorm1d(8)
     opt.step(closure)
     assert model[1].num_batches_tracked.item() == 1
 
@@ -150,3 +145,37 @@ def test_the_random_state_of_every_device_is_kept_wherever_its_parameters_are():
     here, there = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, device="meta"))
     opt = SAM(torch.optim.SGD([here, there], lr=0.1))
     assert opt._passes.devices() == [torch.device("cpu"), torch.device("meta")]
+
+
+def test_the_block_replays_the_noise_of_the_first_pass_and_leaves_the_data_alone():
+    torch.manual_seed(0)
+    w = nn.Parameter(torch.ones(1000))
+    opt = SAM(torch.optim.SGD([w], lr=0.1), rho=0.1)
+    batches, masks = [], []
+    for _ in range(3):
+        batches.append(torch.randn(2))  # a loader that draws from torch's generator
+        opt.zero_grad()
+        first = nn.functional.dropout(w, 0.5)
+        first.sum().backward()
+        after_first_pass = torch.get_rng_state()
+        with opt.perturbed():
+            second = nn.functional.dropout(w, 0.5)
+            second.sum().backward()
+        assert torch.equal(torch.get_rng_state(), after_first_pass)
+        opt.step()
+        assert torch.equal(first == 0, second == 0)
+        masks.append(first == 0)
+    assert not torch.equal(batches[0], batches[1])
+    assert not torch.equal(masks[0], masks[1])
+
+
+def test_an_exception_in_the_block_leaves_the_generator_where_the_first_pass_did():
+    w, opt = quartic.make()
+    opt.zero_grad()
+    quartic.loss_of(w).backward()
+    torch.rand(3)
+    state = torch.get_rng_state()
+    with pytest.raises(RuntimeError), opt.perturbed():
+        torch.rand(5)
+        raise RuntimeError
+    assert torch.equal(torch.get_rng_state(), state)

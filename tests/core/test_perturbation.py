@@ -47,17 +47,16 @@ def test_no_other_point_of_the_ball_has_a_larger_linearized_loss(values, p, seed
     assert other @ g <= eps @ g + 1e-9 * (1 + g.abs().sum())
 
 
-def test_p_inf_is_rho_times_the_sign():
-    assert ascent_step([torch.tensor([3.0, -0.1, 0.0])], rho=0.5, p=math.inf)[0].tolist() == [0.5, -0.5, 0.0]
-
-
-def test_p_1_moves_the_largest_coordinate_only():
-    eps = ascent_step([torch.tensor([3.0, -0.1]), torch.tensor([-4.0])], rho=0.5, p=1.0)
-    assert [e.tolist() for e in eps] == [[0.0, 0.0], [-0.5]]
-
-
-def test_p_1_shares_the_step_among_equally_large_coordinates():
-    assert ascent_step([torch.tensor([-4.0, 1.0]), torch.tensor([4.0])], rho=0.5, p=1)[0].tolist() == [-0.25, 0.0]
+@pytest.mark.parametrize(
+    ("p", "g", "expected"),
+    [
+        (math.inf, [3.0, -0.1, 0.0], [0.5, -0.5, 0.0]),  # the sign
+        (1.0, [3.0, -0.1, -4.0], [0.0, 0.0, -0.5]),  # all on the largest coordinate
+        (1.0, [-4.0, 1.0, 4.0], [-0.25, 0.0, 0.25]),  # shared among equally large ones
+    ],
+)
+def test_steps_by_hand(p, g, expected):
+    assert references.flat(ascent_step(list(torch.tensor(g).split([2, 1])), rho=0.5, p=p)).tolist() == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import references
 from flatmin import SAM, sam_gradient
 
 WAYS = ["closure", "ascent steps", "list", "two passes", "accumulated", "parts", "plain step_batch"]
@@ -105,13 +106,7 @@ def make(kind, rho=1e-3, **settings):
 
 
 def closure_of(model, opt, x):
-    def closure():
-        opt.zero_grad()
-        loss = model(x)
-        loss.backward()
-        return loss
-
-    return closure
+    return references.closure_of(opt, lambda: model(x))
 
 
 def step(way, model, opt, x):

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from flatmin import SAM
+from references import closure_of
 
 
 def make(dtype=torch.float32, **settings):
@@ -198,13 +199,7 @@ def test_a_sparse_gradient_is_perturbed_like_a_dense_one():
     index = torch.tensor([1, 1, 4])
     for layer in (sparse, dense):
         opt = SAM(torch.optim.SGD(layer.parameters(), lr=0.1), rho=0.5)
-
-        def closure():
-            opt.zero_grad()
-            loss = (layer(index) ** 3).sum()
-            loss.backward()
-            return loss
-
+        closure = closure_of(opt, lambda: (layer(index) ** 3).sum())
         opt.step(closure)
         opt.step([closure, closure], weights=[1, 3])
     torch.testing.assert_close(sparse.weight, dense.weight)
@@ -217,12 +212,5 @@ def test_a_complex_parameter_is_perturbed_like_a_pair_of_real_ones(p):
     xy = nn.Parameter(torch.view_as_real(start).clone())
     for param, loss in ((z, lambda: (z.abs() ** 4).sum()), (xy, lambda: (xy.square().sum(-1) ** 2).sum())):
         opt = SAM(torch.optim.SGD([param], lr=0.01), rho=0.1, p=p)
-
-        def closure():
-            opt.zero_grad()
-            value = loss()
-            value.backward()
-            return value
-
-        opt.step(closure)
+        opt.step(closure_of(opt, loss))
     torch.testing.assert_close(torch.view_as_real(z.detach()), xy.detach())

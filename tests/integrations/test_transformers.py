@@ -2,12 +2,9 @@
 
 import copy
 import os
-import socket
-import subprocess
 import sys
 from collections import defaultdict
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +14,7 @@ from transformers import Trainer
 
 from flatmin import SAM, suggest_rho
 from flatmin.integrations.transformers import SAMMixin, SAMTrainer
+from two_processes import torchrun
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:.*pin_memory.*", "ignore:.*Gradient accumulation.*")
 
@@ -61,8 +59,18 @@ def mean_loss(model, batch):
     return model(**batch).loss
 
 
-@pytest.mark.parametrize("sam", [{}, {"part": 0.5}, {"part": 0.25}, {"weight": 2.0}, {"ascent_steps": 2}], ids=str)
-@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize(
+    ("sam", "clip"),
+    [
+        ({}, None),
+        ({}, 0.1),
+        ({"part": 0.25}, None),
+        ({"part": 0.5}, 0.1),
+        ({"weight": 2.0}, 0.1),
+        ({"ascent_steps": 2}, 0.1),
+    ],
+    ids=str,
+)
 def test_trains_as_a_plain_loop_does(sam, clip):
     """Classification, where BERT returns the mean loss of a micro-batch."""
     settings = {"max_grad_norm": clip or 0.0, "gradient_accumulation_steps": 1, "lr_scheduler_type": "constant"}
@@ -140,13 +148,8 @@ def test_one_perturbation_for_all_micro_batches(accumulation):
 
 @pytest.mark.parametrize("sam", [{}, {"part": 0.5}, {"direction": "random"}], ids=str)
 def test_resume_from_checkpoint_is_exact(sam, tmp_path):
-    settings = {
-        "dropout": 0.1,
-        "optim": "adamw_torch",
-        "save_strategy": "steps",
-        "save_steps": 2,
-        "learning_rate": 1e-3,
-    }
+    settings = {"dropout": 0.1, "optim": "adamw_torch", "learning_rate": 1e-3}
+    settings |= {"save_strategy": "steps", "save_steps": 2}
     whole = cases.make_trainer({"rho": 0.1, **sam}, output_dir=str(tmp_path), **settings)
     whole.train()
     torch.manual_seed(7)
@@ -359,23 +362,8 @@ def test_wrong_settings_raise_at_once(sam, error, message):
 
 
 def test_ddp(tmp_path):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    script = (
-        "import flatmin.lab.data.torchvision_operators, sys, transformers_cases; transformers_cases.main(sys.argv[1])"
-    )
-    (tmp_path / "script.py").write_text(script)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={port}"]
-    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        [*launcher, str(tmp_path / "script.py"), str(tmp_path)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), "ACCELERATE_USE_CPU": "1"},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    assert done.returncode == 0, done.stderr
+    script = "import sys, flatmin.lab.data.torchvision_operators, transformers_cases as c; c.main(sys.argv[1])"
+    torchrun(tmp_path, script, tmp_path, PYTHONPATH=os.pathsep.join(sys.path), ACCELERATE_USE_CPU="1")
     for name, part in {"whole": 1.0, "part": 0.5}.items():
         (steps, state), (others, same) = (torch.load(tmp_path / f"{name}-{rank}.pt") for rank in range(2))
         assert difference(state, same) == 0

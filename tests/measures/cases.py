@@ -4,9 +4,20 @@ import random
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.func import functional_call
 
+from flatmin.measures import (
+    GGNOperator,
+    HessianOperator,
+    average_sharpness,
+    loss_landscape,
+    m_sharpness,
+    pac_bayes_bound,
+    spectral_density,
+    top_eigenvalues,
+)
 from references import gauss_newton
 
 torch.set_num_threads(1)
@@ -24,6 +35,17 @@ class Quadratic(nn.Module):
     def forward(self, A, b):
         w = torch.cat([self.first, self.second.flatten()])
         return torch.einsum("i,nij,j->n", w, A, w) / 2 + b @ w
+
+
+class Exponential(nn.Module):
+    """Overflows for large weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, 1, dtype=torch.float64))
+
+    def forward(self, x):
+        return x * self.weight.exp()
 
 
 def mean_output(outputs, targets):
@@ -127,3 +149,47 @@ def assert_untouched(model, before):
     assert torch.equal(rng[0], now[5][0])
     assert rng[1] == now[5][1]
     assert np.array_equal(rng[2], now[5][2])
+
+
+def measured(data, group, cache=None):
+    """Every measure of one network, as arrays."""
+    model, loss_fn, _ = tanh_network()
+    op = HessianOperator(model, loss_fn, data, group=group)
+    found = {
+        "product": (op @ torch.arange(65, dtype=torch.float64)).numpy(),
+        "gauss-newton": GGNOperator(model, loss_fn, data, group=group).trace(probes=3),
+        "top": top_eigenvalues(op, k=3, tol=1e-8).values,
+        "trace": op.trace(probes=3),
+        "density": spectral_density(op, steps=10).nodes,
+        "sharpness of all": m_sharpness(model, loss_fn, data, group=group, steps=2).mean,
+        "average sharpness": average_sharpness(model, loss_fn, data, rho=0.5, num_draws=2, group=group).per_draw,
+        "error": m_sharpness(model, loss_fn, data, group=group, rho=1.0, metric="error").mean,
+        "bound": pac_bayes_bound(model, loss_fn, data, group=group, rho=0.1, metric="error").total,
+        "landscape": loss_landscape(model, loss_fn, data, group=group, dims=1, points=3, cache=cache).loss,
+    }
+    some = m_sharpness(model, loss_fn, data, group=group, m=4)
+    found |= {"per subset": some.per_subset, "mean": some.mean, "error of the mean": some.standard_error}
+    return found
+
+
+def measured_on_a_shard(rank, cache):
+    """Return what a rank measures with another, once and again, and by itself, and what it raises on bad data."""
+    group = dist.group.WORLD
+    model, loss_fn, data = tanh_network()
+    ((x, y),) = whole(data)
+    # Three batches here, one there.
+    data = [(x[12:], y[12:])] if rank == 1 else list(zip(x[:12].split(5), y[:12].split(5), strict=True))
+    found, again = (measured(data, group, cache) for _ in range(2))
+    errors = []
+    for bad, m in (
+        ([(x, y[:3])] if rank == 1 else data, 2),
+        ([], 2),
+        ([(x * torch.inf, y)] if rank == 1 else data, 2),
+        (data, 9),
+    ):
+        try:
+            m_sharpness(model, loss_fn, bad, m=m, group=group)
+            errors.append("")
+        except ValueError as error:
+            errors.append(str(error))
+    return found, again, m_sharpness(model, loss_fn, data).mean, errors

@@ -38,11 +38,6 @@ def test_the_cosine_on_a_quadratic_by_hand():
     assert sam_update_cosine(model, mean_output, whole(data)[0], rho=0.5) == pytest.approx(expected, rel=1e-12)
 
 
-def test_without_a_radius_the_updates_are_the_same():
-    model, loss_fn, data = tanh_network()
-    assert sam_update_cosine(model, loss_fn, data[0], rho=0.0) == pytest.approx(1.0, abs=1e-12)
-
-
 def test_params_restricts_the_update():
     model, loss_fn, data = tanh_network()
     loss, w = flat_loss(model, loss_fn, data, ["2.weight"])

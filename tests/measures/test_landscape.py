@@ -17,7 +17,7 @@ import flatmin
 from flatmin.measures import HessianOperator, Landscape, loss_landscape, top_eigenvalues
 from flatmin.measures.directions import random_directions
 from flatmin.measures.points import Progress
-from measures.cases import Quadratic, diagonal, flat_loss, mean_output, tanh_network
+from measures.cases import Exponential, Quadratic, diagonal, flat_loss, mean_output, tanh_network
 
 
 def convolutional(seed=0):
@@ -48,6 +48,7 @@ def test_one_dimensional_weights_move_as_one_filter_by_choice():
     moving = random_directions(weights, 1, move_1d=True)[0]
     assert moving[0].norm().item() == pytest.approx(5.0, rel=1e-6)
     torch.testing.assert_close(still[1], moving[1])
+    assert not random_directions([torch.zeros(2, 3)], 1)[0][0].any()  # a filter of zeros does not move
 
 
 def test_directions_are_gaussian_before_they_are_normalized():
@@ -57,10 +58,6 @@ def test_directions_are_gaussian_before_they_are_normalized():
     assert float(d.std()) == pytest.approx(1.0, rel=0.02)
     assert float(d.quantile(0.75)) == pytest.approx(0.6745, abs=0.03)
     assert float((d.abs() > 2).double().mean()) == pytest.approx(0.0455, abs=0.01)
-
-
-def test_a_filter_of_zeros_does_not_move():
-    assert not random_directions([torch.zeros(2, 3)], 1)[0][0].any()
 
 
 def test_every_point_is_the_loss_at_w_plus_a_d1_plus_b_d2():
@@ -153,22 +150,8 @@ def test_params_leaves_all_other_weights_where_they_are():
 
 
 def test_a_loss_that_overflows_far_away_is_kept_as_it_is():
-    class Exponential(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(1, 1, dtype=torch.float64))
-
-        def forward(self, x):
-            return x * self.weight.exp()
-
-    found = loss_landscape(
-        Exponential(),
-        mean_output,
-        [(torch.ones(2, dtype=torch.float64), torch.zeros(2))],
-        dims=1,
-        points=3,
-        span=1e4,
-    )
+    data = [(torch.ones(2, dtype=torch.float64), torch.zeros(2))]
+    found = loss_landscape(Exponential(), mean_output, data, dims=1, points=3, span=1e4)
     assert sorted(found.loss)[-1] == math.inf
     assert np.isnan(found.accuracy).all()
     assert found.plot().axes
@@ -212,27 +195,9 @@ def test_a_finished_landscape_is_read_from_its_cache(tmp_path):
     np.testing.assert_array_equal(first.accuracy, again.accuracy)
     assert path.read_bytes() == content
     assert os.listdir(path.parent) == ["landscape.jsonl"]
-
-
-def test_an_interrupted_landscape_goes_on_where_it_stopped(tmp_path):
-    model, loss_fn, data = counting_case()
-    expected = loss_landscape(model, loss_fn, data, points=5)
-    path = tmp_path / "cache"
-    left = 12
-
-    def failing(outputs, targets):
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise KeyboardInterrupt
-        return loss_fn(outputs, targets)
-
-    with pytest.raises(KeyboardInterrupt):
-        loss_landscape(model, failing, data, points=5, cache=path)
-    Counting.passes = 0
-    found = loss_landscape(model, loss_fn, data, points=5, cache=path)
-    assert Counting.passes == 4 + 1 + 25 - 8
-    np.testing.assert_array_equal(found.loss, expected.loss)
+    header, *lines = map(json.loads, content.decode().splitlines())
+    assert header["settings"]["points"] == 5
+    assert sorted(tuple(line[:3]) for line in lines) == [(0, i, j) for i in range(5) for j in range(5)]
 
 
 def test_every_point_is_on_disk_before_the_next_one_begins(tmp_path):
@@ -338,14 +303,6 @@ def test_a_point_that_was_edited_is_measured_again(change, tmp_path):
     np.testing.assert_array_equal(loss_landscape(*case, points=3, cache=path).loss, expected.loss)
 
 
-def test_the_cache_is_plain_text(tmp_path):
-    path = tmp_path / "cache"
-    loss_landscape(*counting_case(), points=3, cache=path)
-    header, *lines = map(json.loads, path.read_text().splitlines())
-    assert header["settings"]["points"] == 3
-    assert sorted(tuple(line[:3]) for line in lines) == [(0, i, j) for i in range(3) for j in range(3)]
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -362,20 +319,20 @@ def test_bad_settings_are_refused_by_name(settings, message):
         loss_landscape(*counting_case(), **settings)
 
 
-def test_models_of_different_shapes_are_refused():
-    model, loss_fn, data = tanh_network()
-    other = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 5)).double()
-    with pytest.raises(ValueError, match="Model 2 has parameters of other names or shapes"):
-        loss_landscape([model, other], loss_fn, data)
-    with pytest.raises(ValueError, match="models is empty"):
-        loss_landscape([], loss_fn, data)
-
-
-def test_a_loss_that_is_not_finite_at_the_model_is_refused():
-    model = Quadratic(torch.full((2,), math.nan, dtype=torch.float64))
-    data = [((torch.eye(2, dtype=torch.float64)[None], torch.zeros(1, 2, dtype=torch.float64)), torch.zeros(1))]
-    with pytest.raises(ValueError, match="The loss is nan"):
-        loss_landscape(model, mean_output, data, dims=1, points=3)
+@pytest.mark.parametrize(
+    ("models", "message"),
+    [
+        ([], "models is empty"),
+        ([tanh_network()[0], nn.Linear(4, 7)], "Model 2 has parameters of other names or shapes"),
+        (Quadratic(torch.full((2,), math.nan)), "The loss is nan"),
+    ],
+)
+def test_models_that_cannot_be_drawn_are_refused(models, message):
+    data = tanh_network()[2]
+    if isinstance(models, Quadratic):
+        data = [((torch.eye(2)[None], torch.zeros(1, 2)), torch.zeros(1))]
+    with pytest.raises(ValueError, match=message):
+        loss_landscape(models, mean_output, data, dims=1, points=3)
 
 
 def test_progress_is_silent_unless_it_is_asked_for_or_at_a_terminal(capsys):

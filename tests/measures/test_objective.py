@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-import flatmin.measures
 from flatmin.core.compat import TORCH
 from flatmin.measures import (
     HessianOperator,
@@ -58,11 +57,6 @@ def network(seed=0):
     model[2].train()
     x, y = torch.randn(14, 4, dtype=torch.float64), torch.randint(3, (14,))
     return model, nn.CrossEntropyLoss(), list(zip(x.split((6, 6, 2)), y.split((6, 6, 2)), strict=True))
-
-
-def test_all_names_are_exported():
-    for name in flatmin.measures.__all__:
-        assert getattr(flatmin.measures, name)
 
 
 @each_measure

@@ -113,11 +113,11 @@ def test_bad_settings_are_refused_by_name(settings, message):
         pac_bayes_bound(model, loss_fn, data, **settings)
 
 
-def test_one_example_is_refused():
-    with pytest.raises(ValueError, match="at least two examples, got 1"):
-        pac_bayes_bound(Weight(0.1), clipped_mean(1.0), ones(1, 1), rho=0.1)
-
-
 def test_a_plot_says_whether_it_is_vacuous():
     figure = pac_bayes_bound(Weight(0.1), clipped_mean(1.0), ones(10, 1), rho=0.1).plot()
     assert "(vacuous)" in figure.axes[0].get_title()
+
+
+def test_one_example_is_refused():
+    with pytest.raises(ValueError, match="at least two examples, got 1"):
+        pac_bayes_bound(Weight(0.1), clipped_mean(1.0), ones(1, 1), rho=0.1)

@@ -56,16 +56,12 @@ def test_a_perfect_measure_scores_one_and_so_does_its_opposite():
 
 
 def test_a_measure_that_only_knows_one_hyperparameter_scores_low():
-    """The gap is hyperparameter 2 plus noise, and the measure is hyperparameter 2."""
+    """The gap is hyperparameter 2 plus noise, and the measure is hyperparameter 2; a constant knows nothing."""
     rng = np.random.default_rng(0)
     gap = [h[2] + 0.1 * rng.normal() for h in GRID]
     found = predictive_power([h[2] for h in GRID], gap, GRID)
     assert found.per_set[()] > 0.5
     assert found.score < 0.05
-
-
-def test_a_constant_measure_scores_zero():
-    _, gap = random_case(4)
     with np.errstate(all="ignore"):
         assert predictive_power([1.0] * 12, gap, GRID).score == pytest.approx(0.0, abs=1e-12)
 
@@ -82,18 +78,6 @@ def test_the_null_holds_95_percent_of_shuffled_measures():
     inside = np.mean([(found.null_low <= s) & (s <= found.null_high) for s in scores])
     assert inside > 0.8
     assert 0 <= found.null_low < np.median(scores) < found.null_high <= 1
-
-
-def test_a_random_measure_lies_in_the_null_and_a_good_one_above():
-    _, gap = random_case(6)
-    good = predictive_power(gap, gap, GRID)
-    assert good.score > good.null_high
-    inside = 0
-    for seed in range(10, 20):
-        measure, gap = random_case(seed)
-        found = predictive_power(measure, gap, GRID, permutations=100)
-        inside += found.score <= found.null_high
-    assert inside >= 8
 
 
 def test_the_bias_of_few_models_shows_in_the_null():

@@ -9,7 +9,7 @@ from scipy.optimize import brentq
 from torch import nn
 
 from flatmin.measures import m_sharpness
-from measures.cases import Quadratic, flat_loss, mean_output, quadratic, tanh_network, whole
+from measures.cases import Exponential, Quadratic, flat_loss, mean_output, quadratic, tanh_network, whole
 
 
 def rise(A, b, w, step):
@@ -254,14 +254,6 @@ def test_bad_settings_are_refused_by_name(settings, error, message):
 
 
 def test_a_loss_that_overflows_at_the_perturbed_weights_is_refused():
-    class Exponential(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(1, dtype=torch.float64))
-
-        def forward(self, x):
-            return x * self.weight.exp()
-
     data = [(torch.ones(3, dtype=torch.float64), torch.zeros(3))]
     with pytest.raises(ValueError, match="The loss is inf at the perturbed weights; try a smaller rho"):
         m_sharpness(Exponential(), mean_output, data, rho=1e4)

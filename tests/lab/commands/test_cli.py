@@ -1,21 +1,13 @@
 """The command line: flags from specs, output for people and scripts, exit codes, mistakes without tracebacks."""
 
 import json
-import subprocess
-import sys
-import urllib.error
 
 import pytest
 
-from cli_cases import QUICK, in_an_empty_folder, run
-from flatmin.lab.errors import DataError
-from flatmin.lab.runs.directory import read_result
+from cli_cases import QUICK, run, trained_run
 from flatmin.lab.spec.datasets import DATASETS
 
-
-@pytest.fixture(autouse=True)
-def _alone(tmp_path, monkeypatch):
-    in_an_empty_folder(tmp_path, monkeypatch)
+pytestmark = pytest.mark.usefixtures("nothing_outside")
 
 
 def test_training_shows_epochs_and_the_result_and_again_returns_at_once(capsys, tmp_path):
@@ -70,7 +62,9 @@ MISTAKES = [
     (["trian"], 2, "train"),
     (["train", "--data.train-size", "9999"], 3, "train_size is 9999"),
     (["train", "--data.name", "folder:nowhere"], 3, "nowhere/train/CLASS"),
+    (["train", "--data.name", "folder:/etc/passwd"], 3, "/etc/passwd/train/CLASS"),
     (["train", "--data.name", "imagenet"], 3, "ILSVRC2012_devkit_t12.tar.gz"),
+    (["train", "--data.name", "cifar10"], 3, DATASETS["cifar10"].files),
     (["train", "--runs", "/dev/null/runs"], 4, "cannot be written to"),
     (["train", "--optim.lr", "1e30", "--model.name", "cnn-4", "--epochs", "3"], 5, "diverged"),
     (["report", "--runs", "nowhere"], 2, "There are no runs in nowhere"),
@@ -88,19 +82,8 @@ def test_a_mistake_has_its_exit_code_and_says_what_is_wrong(arguments, code, mes
     assert message in " ".join((out + err).replace("│", " ").split())
 
 
-def test_a_dataset_that_cannot_be_downloaded_is_explained(capsys, monkeypatch):
-    def refuse(*args, **kwargs):
-        raise urllib.error.URLError("no network")
-
-    monkeypatch.setattr("urllib.request.urlopen", refuse)
-    code, _, err = run(capsys, "train", "--data.name", "cifar10")
-    assert code == 3
-    assert DATASETS["cifar10"].files in err
-    assert issubclass(DataError, RuntimeError)
-
-
-def test_list_names_datasets_networks_and_runs(capsys):
-    run(capsys, *QUICK, "--output", "quiet")
+def test_list_names_datasets_networks_and_runs(capsys, tmp_path):
+    trained_run(capsys, tmp_path)
     code, out, _ = run(capsys, "list")
     assert code == 0
     assert all(name in out for name in DATASETS)
@@ -109,8 +92,8 @@ def test_list_names_datasets_networks_and_runs(capsys):
     assert run(capsys, "list", "models")[0] == 0
 
 
-def test_show_finds_a_run_by_the_beginning_of_its_name(capsys):
-    run(capsys, *QUICK, "--output", "quiet")
+def test_show_finds_a_run_by_the_beginning_of_its_name(capsys, tmp_path):
+    trained_run(capsys, tmp_path)
     code, out, _ = run(capsys, "show", "digits-cnn")
     assert code == 0
     assert "optim.rho" in out
@@ -119,7 +102,7 @@ def test_show_finds_a_run_by_the_beginning_of_its_name(capsys):
     assert facts["finished"]
     assert facts["spec"]["optim"]["rho"] == 0.1
     assert facts["sessions"][0]["torch"]
-    run(capsys, *QUICK, "--output", "quiet", "--seed", "1")
+    trained_run(capsys, tmp_path, "--seed", "1")
     code, _, err = run(capsys, "show", "digits-cnn")
     assert code == 2
     assert "seed0" in err
@@ -136,7 +119,7 @@ MEASURES = [
 
 @pytest.mark.parametrize(("arguments", "facts", "suffixes"), MEASURES, ids=[m[0][0] for m in MEASURES])
 def test_a_run_is_measured_and_what_was_found_is_written_beside_it(arguments, facts, suffixes, capsys, tmp_path):
-    run(capsys, *QUICK, "--output", "quiet")
+    trained_run(capsys, tmp_path)
     code, out, err = run(capsys, "measure", arguments[0], "digits-cnn", *arguments[1:], "--output", "json")
     assert code == 0, err
     found = json.loads(out.splitlines()[-1])
@@ -148,17 +131,3 @@ def test_a_run_is_measured_and_what_was_found_is_written_beside_it(arguments, fa
         assert found["num_examples"] == 60
     code, out, _ = run(capsys, "measure", arguments[0], "digits-cnn", *arguments[1:])
     assert code == 0
-
-
-def test_a_directory_that_is_no_run_is_named(tmp_path):
-    from flatmin.lab.errors import RunError
-
-    with pytest.raises(RunError, match=r"is not the directory of a finished run: spec\.json is missing"):
-        read_result(tmp_path)
-
-
-def test_importing_flatmin_imports_neither_the_lab_nor_its_libraries():
-    code = "import sys, flatmin; print([m for m in sys.modules if m.split('.')[0] in "
-    code += "('torchvision', 'timm', 'tyro', 'rich', 'tensorboard') or m.startswith('flatmin.lab')])"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert out.strip() == "[]"

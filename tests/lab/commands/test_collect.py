@@ -5,10 +5,9 @@ import subprocess
 
 import pytest
 
+import report_cases
 from cli_cases import run
 from flatmin.lab.commands.report import ITEMS
-from flatmin.lab.runs.history import write_history
-from flatmin.lab.runs.json_files import write_json
 from flatmin.lab.runs.record import read_records
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
 from flatmin.lab.studies.findings import Findings, LineFigure, Series
@@ -57,15 +56,10 @@ def commit(results):
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def write_run(runs, seed, commits, test_error=0.2, end="result.json"):
-    path = runs / NAMES[seed]
-    path.mkdir(parents=True, exist_ok=True)
-    write_history(path, [{"epoch": epoch, "step": epoch, "test_error": test_error / epoch} for epoch in (1, 2)])
-    (path / "spec.json").write_text(START.to_json())
-    (path / "weights.pt").write_bytes(b"0")
-    write_json(path / "environment.json", {"sessions": [{"commit": commit} for commit in commits]})
-    if end:
-        write_json(path / end, {"epoch": 2, "step": 2, "time_seconds": 1.5, "problem": "It diverged."})
+def write_run(runs, seed, commits, end="result.json"):
+    failure = "It diverged." if end == "problem.json" else None
+    sessions = [{"commit": commit} for commit in commits]
+    report_cases.write_run(runs, START, seed, 20.0, failure=failure, finished=bool(end), sessions=sessions)
 
 
 def states(results):
@@ -80,7 +74,7 @@ def test_complete_runs_that_items_ask_for_are_kept_and_others_go(tmp_path, resul
     assert (code, err) == (0, "")
     assert "2 of 3 runs are in" in out
     assert states(results) == {0: "finished", 1: "failed"}  # the third is not finished, the fourth not asked for
-    assert len(read_records(results)[NAMES[0]].history) == 2  # a curve was asked for
+    assert len(read_records(results)[NAMES[0]].history) == 4  # a curve was asked for
     study = json.loads((results / "study.json").read_text())
     assert study == {"items": ["mine"], "scale": "laptop", "title": "Mine"}
     assert (results / "report.md").read_text().startswith("# Mine")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cli_cases import cut_short, in_an_empty_folder, run, trained_run
+from cli_cases import cut_short, run, trained_run
 from flatmin.lab.errors import StorageError
 from flatmin.lab.runs.json_files import write_json
 from flatmin.lab.runs.record import read_record
@@ -20,14 +20,11 @@ from flatmin.lab.training import trained_model
 from flatmin.lab.training.engine import train
 from sweep_process import tiny
 
+pytestmark = pytest.mark.usefixtures("nothing_outside")
+
 
 def reject(constant):
     raise AssertionError(f"{constant} is not JSON")
-
-
-@pytest.fixture(autouse=True)
-def _alone(tmp_path, monkeypatch):
-    in_an_empty_folder(tmp_path, monkeypatch)
 
 
 WRONG_SETTINGS = [
@@ -52,22 +49,13 @@ WRONG_SETTINGS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def a_run(tmp_path_factory):
-    """Return a finished run."""
-    from flatmin.lab.spec.experiment import Data, Experiment, Model
-    from flatmin.lab.training.engine import train
-
-    spec = Experiment(data=Data(train_size=60, batch_size=20), model=Model(name="cnn-4"), epochs=1, precision="float32")
-    return train(spec, runs=tmp_path_factory.mktemp("runs")).directory
-
-
 @pytest.mark.parametrize(("arguments", "message"), WRONG_SETTINGS, ids=[" ".join(w[0]) for w in WRONG_SETTINGS])
-def test_a_wrong_setting_is_named_with_its_value(arguments, message, a_run, capsys):
-    code, _, err = run(capsys, "measure", arguments[0], str(a_run), *arguments[1:])
+def test_a_wrong_setting_is_named_with_its_value(arguments, message, capsys, tmp_path):
+    path = trained_run(capsys, tmp_path)
+    code, _, err = run(capsys, "measure", arguments[0], str(path), *arguments[1:])
     assert code == 2
     assert message in err
-    assert not list(a_run.glob(f"measures/{arguments[0]}-*.json"))
+    assert not (path / "measures").exists()
 
 
 def test_a_landscape_is_measured_once_for_each_setting_and_its_table_says_what_it_found(capsys, tmp_path):
@@ -152,12 +140,13 @@ def test_the_weights_that_were_measured_are_named(capsys, tmp_path):
     assert "step " in out
 
 
-def test_a_measure_shows_that_it_is_working_where_that_disturbs_no_script(a_run, capsys, monkeypatch):
+def test_a_measure_shows_that_it_is_working_where_that_disturbs_no_script(capsys, tmp_path, monkeypatch):
+    path = trained_run(capsys, tmp_path)
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes standard error for a terminal
-    spectrum = ["spectrum", str(a_run), "--steps", "5", "--probes", "1", "--num-eigenvalues", "1"]
+    spectrum = ["spectrum", str(path), "--steps", "5", "--probes", "1", "--num-eigenvalues", "1"]
     code, out, err = run(capsys, "measure", *spectrum, "--output", "json")
     assert code == 0
-    assert f"spectrum of {a_run.name}" in err
+    assert f"spectrum of {path.name}" in err
     assert len(json.loads(out)["eigenvalues"]) == 1
 
 

@@ -29,9 +29,8 @@ pytestmark = pytest.mark.usefixtures("nothing_outside")
 
 @pytest.fixture(autouse=True)
 def in_process(monkeypatch):
-    """Train here; what a command warns of would stand between what it says."""
+    """Train here."""
     monkeypatch.setattr(sweep, "LocalPool", sweep_process.InProcessPool)
-    monkeypatch.setattr("warnings.showwarning", lambda *a: None)
 
 
 def item(name, *experiments):
@@ -126,15 +125,13 @@ def test_only_with_a_name_that_nothing_has_is_refused_with_names_that_there_are(
     assert not (tmp_path / "runs").exists()
 
 
-def test_without_a_name_nothing_is_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_without_a_name_nothing_is_run(tmp_path, capsys):
     assert main(["reproduce"]) == 2
     assert "Which table or figure? There are error-reduction, table1," in plain(capsys)
     assert not list(tmp_path.iterdir())
 
 
-def test_only_with_runs_that_wait_for_a_choice_says_what_comes_first(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_only_with_runs_that_wait_for_a_choice_says_what_comes_first(capsys):
     command = ["reproduce", "table1", "--scale", "smoke", "--runs", "runs", "--processes", "1"]
     assert main([*command, "--only", "wrn-10-1/basic/digits/SAM"]) == 2
     said = plain(capsys)

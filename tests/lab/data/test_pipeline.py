@@ -17,17 +17,9 @@ from flatmin.lab.spec.experiment import Data
 
 
 def a_pipeline(data, worker=0, num_workers=1, seed=0):
-    info = dataset_info(data.name)
-    return Pipeline(
-        data=data,
-        info=info,
-        mean=info.mean,
-        std=info.std,
-        seed=seed,
-        device=torch.device("cpu"),
-        worker=worker,
-        num_workers=num_workers,
-    )
+    info, cpu = dataset_info(data.name), torch.device("cpu")
+    where = {"seed": seed, "device": cpu, "worker": worker, "num_workers": num_workers}
+    return Pipeline(data=data, info=info, mean=info.mean, std=info.std, **where)
 
 
 @pytest.mark.parametrize(("size", "batch"), [(1000, 128), (500, 128), (7, 128), (256, 128), (1297, 100)])

@@ -80,31 +80,8 @@ def test_power_is_computed_for_as_many_pairs_as_there_are_replicas():
         assert num_pairs == len({job.seed for job in plan(name, "laptop")} - {TUNING_SEED}), name
 
 
-PAPER = {  # model, dataset(s), epochs, batch size, rho, m with SAM, number of jobs
-    "landscape": ({"resnet-56-noshort"}, {"cifar10"}, 300, 128, {0.0, 0.05}, {16}, 2 * 5),
-    "hessian": ({"wrn-40-10"}, {"cifar10"}, 300, 256, {0.0, 0.05}, {32}, 2 * 5),
-    "m-and-rho": (
-        *({"resnet-20"}, {"cifar10"}, 200, 256, {0.0, *settings.RHO_GRID}),
-        *({4, 16, 64, None}, 5 * (1 + 4 * 6)),
-    ),
-    "second-order": ({"wrn-40-2"}, {"cifar10"}, 200, 256, {0.05}, {None}, 2 * 5),
-    "inner-steps": ({"wrn-28-10"}, {"cifar10", "cifar100"}, 200, 256, {0.05, 0.1}, {32}, 2 * 4 * 20),
-    "bound": ({"wrn-28-10"}, {"cifar10"}, 200, 256, {0.0, 0.05}, {32}, 2 * 5),
-}
-
-
-def test_the_papers_scale_has_the_papers_settings():
-    """With its m, which is that of its accelerators or the figure's own."""
-    for name, expected in PAPER.items():
-        found = specs("paper", name)
-        ((epochs, batch_size),) = {(e.epochs, e.data.batch_size) for e in found}
-        models, datasets = {e.model.name for e in found}, {e.data.name for e in found}
-        rhos, ms = {e.optim.rho for e in found}, {e.optim.m for e in found if e.optim.rho}
-        assert (models, datasets, epochs, batch_size, rhos, ms, len(found)) == expected, name
-        assert {(e.data.augment, e.data.drop_last, e.data.train_size) for e in found} == {("basic", True, None)}
-        assert {(e.optim.decay, e.optim.clip_norm, e.optim.schedule) for e in found} == {("loss", 5.0, "cosine")}
-        assert {e.model.norm for e in found} == ({"none"} if name == "hessian" else {"batch"})
-    # They are 220 MB each: an epoch that is not a multiple of the others would keep hundreds.
+def test_weights_of_spectra_are_kept_rarely_at_the_papers_scale():
+    """They are 220 MB each: an epoch that is not a multiple of the others would keep hundreds."""
     assert {e.keep_every for e in specs("paper", "hessian")} == {50}
 
 

@@ -1,6 +1,8 @@
 """The networks: their sizes, their random layers, their start, their checkpoints."""
 
+import io
 import math
+import pickle
 
 import pytest
 import torch
@@ -156,14 +158,6 @@ def test_the_reference_shortcut_of_shake_shake_has_no_relu_and_always_shifts(str
     torch.testing.assert_close(out[:, 1:], F.pad(x, (0, 1, 0, 1))[:, :, 1:, 1:][:, :, ::stride, ::stride])
 
 
-@pytest.mark.parametrize("name", ["wrn-10-1", "shake-shake-8-2x2d", "pyramidnet-11-6"])
-@pytest.mark.parametrize(("channels", "size"), [(1, 28), (3, 32)])
-def test_reference_models_train_on_grey_and_color_images(name, channels, size):
-    network = reference_model(name, 7, channels)
-    F.cross_entropy(network(torch.randn(4, channels, size, size)), torch.arange(4)).backward()
-    assert all(p.grad is not None for p in network.parameters())
-
-
 def test_dropout_and_drop_connect_of_efficientnet_are_the_reference_codes():
     """Dropout 0.5 before the last layer; block i of n is dropped with probability 0.2 i / n."""
     from timm.layers import DropPath
@@ -179,11 +173,6 @@ def test_dropout_and_drop_connect_of_efficientnet_are_the_reference_codes():
     assert not any(isinstance(m, DropPath) and m.drop_prob for m in plain.modules())
 
 
-def test_a_model_without_stochastic_depth_says_so():
-    with pytest.raises(ModelError, match="model.drop_connect at 0"):
-        build_model(Model(name="timm/vgg11", drop_connect=0.2), num_classes=10)
-
-
 def test_the_wide_resnet_without_batch_norm_has_biases_and_scalars_instead():
     """Per block: two biases and a scalar in place of two norms; the first convolution has a bias."""
     with torch.device("meta"):
@@ -195,14 +184,20 @@ def test_the_wide_resnet_without_batch_norm_has_biases_and_scalars_instead():
     assert not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in network.modules())
 
 
+FAMILIES = (
+    *("wrn-10-1", "resnet-20", "resnet-20-projection", "resnet-56-noshort", "shake-shake-8-2x4d"),
+    *("pyramidnet-11-6", "pyramidnet-11-6-shakedrop", "cnn-4", "timm/resnet10t"),
+)
+OF_REFERENCE = ("wrn-10-1", "shake-shake-8-2x2d", "pyramidnet-11-6")
+
+
 @pytest.mark.parametrize(
-    "name", ["wrn-10-1", "resnet-20", "resnet-20-projection", "resnet-56-noshort", "shake-shake-8-2x4d",
-             "pyramidnet-11-6", "pyramidnet-11-6-shakedrop", "cnn-4", "timm/resnet10t"],
-)  # fmt: skip
+    ("name", "design"), [*((name, "standard") for name in FAMILIES), *((name, "reference") for name in OF_REFERENCE)]
+)
 @pytest.mark.parametrize(("channels", "size"), [(1, 28), (3, 32)])
-def test_every_family_makes_logits_of_grey_and_color_images_and_gets_gradients_everywhere(name, channels, size):
+def test_every_family_makes_logits_of_grey_and_color_images_and_gets_gradients_everywhere(name, design, channels, size):
     torch.manual_seed(0)
-    network = build_model(Model(name=name), num_classes=7, in_channels=channels)
+    network = build_model(Model(name=name, design=design), num_classes=7, in_channels=channels)
     logits = network(torch.randn(4, channels, size, size))
     assert logits.shape == (4, 7)
     F.cross_entropy(logits, torch.arange(4)).backward()
@@ -367,26 +362,43 @@ class Malicious:
         return (pytest.fail, ("a pickled object was executed",))
 
 
-def test_a_checkpoint_that_is_missing_damaged_foreign_or_more_than_tensors_is_refused(tmp_path):
-    import pickle
+def pickled():
+    return pickle.dumps(Malicious(), protocol=2)
 
-    def build(path):
-        build_model(Model(name="wrn-10-1", checkpoint=str(path)), num_classes=10)
 
-    with pytest.raises(ModelError, match="there is no file"):
-        build(tmp_path / "nowhere.pt")
-    (tmp_path / "evil.pt").write_bytes(pickle.dumps(Malicious(), protocol=2))
-    with pytest.raises(ModelError, match="pickled objects are never loaded"):
-        build(tmp_path / "evil.pt")
-    (tmp_path / "cut.safetensors").write_bytes(b"\x00" * 20)
-    with pytest.raises(ModelError, match="cannot be read"):
-        build(tmp_path / "cut.safetensors")
-    torch.save(build_model(Model(name="wrn-16-1"), num_classes=10).state_dict(), tmp_path / "other.pt")
-    with pytest.raises(ModelError, match="does not belong to this model"):
-        build(tmp_path / "other.pt")
-    torch.save([1, 2], tmp_path / "list.pt")
-    with pytest.raises(ModelError, match="does not map names to tensors"):
-        build(tmp_path / "list.pt")
+def saved(content):
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("nowhere.pt", lambda: None, "there is no file"),
+        ("evil.pt", pickled, "pickled objects are never loaded"),
+        ("cut.safetensors", lambda: b"\x00" * 20, "cannot be read"),
+        ("other.pt", lambda: saved(reference_model("wrn-16-1").state_dict()), "does not belong to this model"),
+        ("list.pt", lambda: saved([1, 2]), "does not map names to tensors"),
+    ],
+)
+def test_a_checkpoint_that_is_missing_damaged_foreign_or_more_than_tensors_is_refused(file, content, message, tmp_path):
+    if (made := content()) is not None:
+        (tmp_path / file).write_bytes(made)
+    with pytest.raises(ModelError, match=message):
+        build_model(Model(name="wrn-10-1", checkpoint=str(tmp_path / file)), num_classes=10)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (Model(name="timm/vgg11", drop_connect=0.2), "model.drop_connect at 0"),
+        (Model(name="timm/resnet51x"), r"no model 'resnet51x'.*resnet"),
+    ],
+)
+def test_a_model_that_timm_does_not_have_is_explained(model, message):
+    with pytest.raises(ModelError, match=message):
+        build_model(model, num_classes=10)
 
 
 def test_an_efficientnet_with_the_other_packages_names_is_recognized(tmp_path):
@@ -410,11 +422,6 @@ def test_timms_networks_tell_their_head_and_their_statistics():
     own = build_model(Model(name="wrn-10-1"), num_classes=3)
     assert head_name(own) == "head"
     assert input_statistics(own) is None
-
-
-def test_an_unknown_network_of_timm_is_answered_with_names_that_exist():
-    with pytest.raises(ModelError, match=r"no model 'resnet51x'.*resnet"):
-        build_model(Model(name="timm/resnet51x"), num_classes=10)
 
 
 def test_frozen_batch_norm_normalizes_with_its_statistics_and_leaves_them():

@@ -41,7 +41,7 @@ FRAME = """<!doctype html><body><iframe src="copy.html" width="{}" height="1500"
 def opened(page, tmp_path):
     """Open a page and return its elements, and what the browser says in its console."""
     command = [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", page.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     return done.stdout, re.findall(r"CONSOLE[^\]]*\] (.*)", done.stderr)
 
 

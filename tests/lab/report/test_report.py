@@ -183,6 +183,7 @@ def test_runs_that_are_named_and_not_there_count_as_missing_and_a_complete_repor
     text = page_of([simple(runs=[write_run(tmp_path / "runs", experiment(), 0, 16.0)])], tmp_path)
     assert 'class="alarm"' not in text
     assert "<svg" not in text  # without figures there is nothing to draw
+    assert run_anchors(["a b", "a_b", "a b"]) == {"a b": "run-a_b", "a_b": "run-a_b-2"}
 
 
 def test_the_same_input_gives_the_same_bytes(report, tmp_path):
@@ -451,10 +452,6 @@ def test_folded_tables_open_when_clicked_and_empty_findings_make_a_page(tmp_path
     assert len(Page(text).tables) == 2
     assert "<h2" in page_of([simple(tables=[Table(title="T", columns=["a"], rows=[])])], tmp_path)
     assert "<h1>" in page_of([], tmp_path)
-
-
-def test_runs_have_different_anchors():
-    assert run_anchors(["a b", "a_b", "a b"]) == {"a b": "run-a_b", "a_b": "run-a_b-2"}
 
 
 def test_any_folder_of_runs_can_be_described(tmp_path):

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there."""
+"""Checkpoints: whole or not there; what a session records of its machine."""
 
 import errno
 import shutil
@@ -9,6 +9,7 @@ import torch
 from flatmin.lab.errors import StorageError
 from flatmin.lab.runs import checkpoint
 from flatmin.lab.runs.checkpoint import checkpoints, latest_checkpoint, prepare_directory, save_checkpoint
+from flatmin.lab.runs.environment import environment
 
 CPU = torch.device("cpu")
 
@@ -79,3 +80,8 @@ def test_an_unwritable_folder_is_an_error_beforehand(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(StorageError, match=r"cannot be written to.*--runs"):
         prepare_directory(tmp_path / "file" / "checkpoints", 10)
+
+
+def test_the_version_of_torch_names_its_build(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")  # the package's metadata say 2.13.0
+    assert environment()["torch"] == "2.13.0+cu130"

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from flatmin.lab.data.datasets import load_dataset
-from flatmin.lab.errors import CorruptFileError, InterruptedRun, ModelError, RunError, SpecError, StorageError
+from flatmin.lab.errors import CorruptFileError, InterruptedRun, ModelError, RunError, StorageError
 from flatmin.lab.runs import environment as inputs
 from flatmin.lab.runs.checkpoint import (
     checkpoints,
@@ -30,31 +30,16 @@ from flatmin.lab.sweeps.measurements import Bound, measure_run
 from flatmin.lab.training.engine import train
 from flatmin.lab.training.session import deferred_signals
 from flatmin.lab.training.trained_model import load_trained
+from sweep_process import AtStep
 
 CPU = torch.device("cpu")
 SMALL = Experiment(data=Data(train_size=60, batch_size=20), model=Model(name="cnn-4"), epochs=2, precision="float32")
 
 
-class StopAt:
-    """A callback that sends SIGTERM to its own process after a step."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_start(self, directory, num_steps, step):
-        pass
-
-    def on_step(self, step, num_examples, measured):
-        if step == self.step:
-            signal.raise_signal(signal.SIGTERM)
-
-    def on_epoch(self, metrics, speed):
-        pass
-
-
 def interrupted(experiment, runs, step, seed=0, **keywords):
+    stop = AtStep(step, lambda: signal.raise_signal(signal.SIGTERM))
     with pytest.raises(InterruptedRun):
-        train(experiment, runs=runs, seed=seed, callback=StopAt(step), **keywords)
+        train(experiment, runs=runs, seed=seed, callback=stop, **keywords)
     return runs / experiment.run_name(seed)
 
 
@@ -385,9 +370,15 @@ def other(tmp_path_factory):
     return train(dataclasses.replace(SMALL, keep_every=1), seed=1, runs=tmp_path_factory.mktemp("other")).directory
 
 
+@pytest.fixture(scope="module")
+def keeping(tmp_path_factory):
+    return train(dataclasses.replace(SMALL, keep_every=1), runs=tmp_path_factory.mktemp("kept")).directory
+
+
 @pytest.fixture
-def kept(tmp_path):
-    return train(dataclasses.replace(SMALL, keep_every=1), runs=tmp_path / "runs").directory
+def kept(keeping, tmp_path):
+    """Return a copy of a run that kept the weights of every epoch."""
+    return shutil.copytree(keeping, tmp_path / "runs" / keeping.name)
 
 
 @pytest.mark.parametrize("file", ["metrics.jsonl", "result.json", "environment.json"])
@@ -530,12 +521,3 @@ def test_a_measurement_that_is_damaged_or_of_another_run_is_not_reported(damage,
     damaged = read_record(copy.name, copy.parent)
     assert damaged.state == "not readable"
     assert reason in damaged.reason
-
-
-# Settings
-
-
-@pytest.mark.parametrize("seconds", [-1.0, float("nan")])
-def test_checkpoint_seconds_must_be_a_time(seconds, tmp_path):
-    with pytest.raises(SpecError, match="checkpoint_seconds must be at least 0"):
-        train(SMALL, runs=tmp_path, checkpoint_seconds=seconds)

@@ -226,29 +226,6 @@ def test_comparisons_are_paired_by_seed_and_corrected_within_the_table():
     assert findings.verdicts[0].comparisons == [comparison]
 
 
-def test_verdicts_go_by_holms_p_over_the_whole_table():
-    """Alone 0.03 and 0.04 would be significant; of both Holm makes 0.06: twice the smaller, and no less for the larger.
-
-    With differences of a known spread, t is chosen so that p is a thousandth of the number of examples.
-    """
-    spread = 0.001 * np.array([-2, -1, 0, 1, 2])
-
-    def ending(job):
-        p = job.experiment.data.train_size / 1000
-        shift = stats.t.isf(p / 2, 4) * stats.sem(spread)
-        return errors(0.1, 0.2 + (spread[job.seed] - shift if job.experiment.optim.rho else 0.0))
-
-    conditions = [
-        replace(condition(ONE_SGD, ONE_SAM, column=str(size)), start=replace(START, data=Data(train_size=size)))
-        for size in (40, 30)
-    ]
-    findings = found(ending, conditions)
-    compared = cells(findings, Comparison)
-    assert [c.p_value for c in compared] == pytest.approx([0.04, 0.03])
-    assert [c.p_holm for c in compared] == pytest.approx([0.06, 0.06])
-    assert [v.status for v in findings.verdicts] == ["inconclusive", "inconclusive"]
-
-
 def test_each_metric_has_its_own_claims_and_its_own_better_baseline():
     """Twice the epochs are worse in the first guess and better in the first five."""
 
@@ -284,14 +261,6 @@ def test_accuracies_are_shown_where_the_paper_shows_them_and_literature_is_only_
     assert [row[0] for row in training.rows] == ["SGD", "SAM"]  # who is cited says nothing of these
     assert table.rows[2][1].measured.mean == pytest.approx(100 - 100 * np.mean(SAM_ERRORS))
     assert table.rows[0][1:] == [Cell(claimed="94.0")]
-
-
-def test_nothing_run_gives_an_honest_empty_page():
-    findings = found(lambda job: None, [condition(SGD, LONGER, SAM)])
-    assert findings.num_missing == 4 + 3 + 3 * 5
-    assert list(findings.runs) == []
-    assert all(v.status == "not tested" for v in findings.verdicts)
-    assert all(cell.measured is None for cell in cells(findings))
 
 
 def test_the_validation_errors_that_chose_are_shown():

@@ -38,15 +38,11 @@ def test_the_paired_test_sees_differences_and_not_levels():
     assert paired_p_value([1.0, 2.0], [1.0, 2.0]) == 1.0
 
 
-def test_differences_that_are_equal_but_for_rounding_have_no_spread():
-    """0.3 - 0.1 and 0.4 - 0.2 are one number on paper and two in a computer."""
+def test_differences_that_only_rounding_tells_apart_are_equal():
+    """0.3 - 0.1 and 0.4 - 0.2 are one number on paper; float32 means of errors differ in the eighth digit."""
     assert 0.3 - 0.1 != 0.4 - 0.2
     assert math.isnan(paired_p_value([0.3, 0.4], [0.1, 0.2]))
     assert paired_p_value([0.1 + 0.2, 0.4], [0.3, 0.4]) == 1.0
-
-
-def test_differences_that_only_rounding_tells_apart_are_equal():
-    """Two more errors of 500 in both replicas: float32 means of them differ in the eighth digit."""
     first, second = np.float32([0.892, 0.890]), np.float32([0.896, 0.894])
     assert math.isnan(paired_p_value(100 * first.astype(float), 100 * second.astype(float)))
     assert paired_p_value([0.3, 0.1 + 0.2], [0.1 + 0.2, 0.3]) == 1.0
@@ -73,16 +69,6 @@ def test_holms_correction_by_hand(p_values, adjusted):
     assert holm(p_values) == pytest.approx(adjusted, nan_ok=True)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_holm_keeps_the_order_lowers_nothing_and_lies_below_bonferroni(seed):
-    p = np.random.default_rng(seed).uniform(0, 0.2, size=9)
-    adjusted = np.array(holm(p.tolist()))
-    assert np.all(np.diff(adjusted[np.argsort(p)]) >= 0)
-    assert np.all(adjusted >= p)
-    assert np.all(adjusted <= np.minimum(1, 9 * p))
-    assert adjusted.min() == pytest.approx(9 * p.min())
-
-
 @pytest.mark.parametrize(
     ("p_value", "shown"),
     [(0.05, "p = 0.050"), (0.001, "p = 0.001"), (0.0009, "p < 0.001"), (math.nan, "no test")],
@@ -99,11 +85,6 @@ def test_detectable_effect_is_shown_by_four_of_five_simulated_studies(num_pairs)
     differences = np.random.default_rng(num_pairs).normal(detectable_effect(spread, num_pairs), spread, shape)
     p_values = stats.ttest_1samp(differences, 0.0, axis=1).pvalue
     assert np.mean(p_values < 0.05) == pytest.approx(0.8, abs=0.012)
-
-
-def test_detectable_effect_for_many_pairs_is_that_of_the_normal_distribution():
-    """(1.95996 + 0.84162) / sqrt(n) standard deviations."""
-    assert detectable_effect(1.0, 10_000) == pytest.approx((1.959964 + 0.841621) / 100, rel=1e-3)
 
 
 def contrast(lower, higher, num_asked=1):

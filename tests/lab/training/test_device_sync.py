@@ -12,12 +12,17 @@ from flatmin.lab.training import steps
 from flatmin.lab.training.distributed import Workers
 from flatmin.lab.training.run import Run
 from flatmin.lab.training.session import Interruption
+from sweep_process import AtStep
 
 META = torch.device("meta")  # holds no data: whoever looks at a value fails
 
 
 class EnoughError(Exception):
     """Ends a run without an evaluation."""
+
+
+def enough():
+    raise EnoughError
 
 
 class HostGenerator(torch.Generator):
@@ -27,30 +32,21 @@ class HostGenerator(torch.Generator):
         return super().__new__(cls)
 
 
-class FewSteps:
-    def on_start(self, directory, num_steps, step):
-        pass
-
-    def on_step(self, step, num_examples, measured):
-        if step == 3:
-            raise EnoughError
+MIXED = {"augment": "cutout", "mixup": 0.5}
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "data"),
     [
-        {"rho": 0.0},
-        {"rho": 0.0, "m": 5},
-        {"rho": 0.1},
-        {"rho": 0.1, "m": 5, "clip_norm": 1.0},
-        {"rho": 0.1, "adaptive": 0.01, "decay": "loss"},
-        {"rho": 0.1, "ascent_steps": 2},
-        {"rho": 0.1, "direction": "random"},
+        ({"rho": 0.0}, MIXED),
+        ({"rho": 0.0, "m": 5}, MIXED),
+        *(({"rho": 0.1}, data) for data in (MIXED, {"augment": "basic"}, {"augment": "autoaugment"})),
+        ({"rho": 0.1, "m": 5, "clip_norm": 1.0}, MIXED),
+        ({"rho": 0.1, "adaptive": 0.01, "decay": "loss"}, MIXED),
+        ({"rho": 0.1, "ascent_steps": 2}, MIXED),
+        ({"rho": 0.1, "direction": "random"}, MIXED),
     ],
     ids=str,
-)
-@pytest.mark.parametrize(
-    "data", [{"augment": "basic"}, {"augment": "cutout", "mixup": 0.5}, {"augment": "autoaugment"}], ids=str
 )
 def test_the_loop_does_not_wait_for_the_device(changes, data, tmp_path, monkeypatch):
     experiment = Experiment(
@@ -66,4 +62,4 @@ def test_the_loop_does_not_wait_for_the_device(changes, data, tmp_path, monkeypa
     run = Run(directory, Workers(device=META), None)
     run.attention_steps = 1000
     with NoDeviceSync(), pytest.raises(EnoughError):
-        run.run_epochs(FewSteps(), Interruption(), 60.0)
+        run.run_epochs(AtStep(3, enough), Interruption(), 60.0)

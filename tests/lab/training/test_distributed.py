@@ -3,11 +3,9 @@
 import dataclasses
 import json
 import os
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +25,7 @@ from flatmin.lab.spec.datasets import dataset_info
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
 from flatmin.lab.training.distributed import _unused_part
 from flatmin.lab.training.engine import train
+from two_processes import torchrun
 
 EXPERIMENT = Experiment(
     data=Data(train_size=75, batch_size=20, augment="basic", mixup=0.5),
@@ -37,21 +36,13 @@ EXPERIMENT = Experiment(
 )
 
 
-def torchrun(experiment, folder, die_at=-1):
+def train_twice(experiment, folder, die_at=-1):
+    """Train with two workers in a new folder; one may be killed at a step."""
     folder.mkdir()
     (folder / "asked.json").write_text(experiment.to_json())
-    script = Path(__file__).parent / "distributed_run.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(script), str(folder / "asked.json"), str(folder), str(die_at)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "deprecated" not in done.stderr
+    script = f"import pathlib, worker_cases as w; w.train_and_perhaps_die(pathlib.Path('.').resolve(), {die_at})"
+    errors = torchrun(folder, script, options=["--max-restarts=2"], PYTHONPATH=os.pathsep.join(sys.path))
+    assert "deprecated" not in errors
     return folder / experiment.run_name(0)
 
 
@@ -61,7 +52,7 @@ def final_weights(directory):
 
 @pytest.fixture(scope="module")
 def two_workers(tmp_path_factory):
-    return torchrun(EXPERIMENT, tmp_path_factory.mktemp("two") / "runs")
+    return train_twice(EXPERIMENT, tmp_path_factory.mktemp("two") / "runs")
 
 
 def test_two_workers_see_every_example_exactly_once_an_epoch(two_workers):
@@ -89,7 +80,7 @@ def test_two_workers_with_an_eps_each_equal_one_process_with_m_half_the_batch(tw
 
 def test_two_workers_measure_the_radius_of_one_process_with_m_half_the_batch(tmp_path):
     optim = Optim(rho="auto", lr=0.05)
-    two = torchrun(dataclasses.replace(EXPERIMENT, optim=optim, epochs=1), tmp_path / "two")
+    two = train_twice(dataclasses.replace(EXPERIMENT, optim=optim, epochs=1), tmp_path / "two")
     found = read_result(two).metrics["rho"]
     alone = train(dataclasses.replace(EXPERIMENT, optim=dataclasses.replace(optim, m=10), epochs=1), runs=tmp_path)
     assert found == pytest.approx(alone.metrics["rho"], rel=1e-4)
@@ -101,7 +92,7 @@ def test_the_result_of_two_workers_is_not_returned_to_one_process(two_workers):
 
 
 def test_a_worker_that_is_killed_is_restarted_from_the_last_checkpoint(two_workers, tmp_path):
-    directory = torchrun(EXPERIMENT, tmp_path / "killed", die_at=5)
+    directory = train_twice(EXPERIMENT, tmp_path / "killed", die_at=5)
     sessions = json.loads((directory / "environment.json").read_text())["sessions"]
     assert len(sessions) == 2
     assert sessions[0]["num_workers"] == 2
@@ -116,7 +107,7 @@ def test_second_order_gradients_are_averaged_over_workers(tmp_path):
     experiment = Experiment(
         data=Data(train_size=20, batch_size=20), model=Model(name="cnn-4"), optim=optim, epochs=1, precision="float32"
     )
-    found = final_weights(torchrun(experiment, tmp_path / "runs"))
+    found = final_weights(train_twice(experiment, tmp_path / "runs"))
     torch.manual_seed(torch_seed(0, Purpose.NETWORK_INIT))
     network = build_model(experiment.model, num_classes=10, in_channels=1)
     info = dataset_info("digits")
@@ -153,7 +144,7 @@ def test_workers_ignore_what_dead_ones_left_in_the_store():
     with ThreadPoolExecutor() as pool:
         main = pool.submit(_unused_part, store, 0, 3)
         parts = [pool.submit(_unused_part, store, rank, 3) for rank in (2, 1)]
-        parts = [future.result(timeout=60) for future in (main, *parts)]
+        parts = [future.result() for future in (main, *parts)]
     parts[0].set("key", "value")
     assert all(part.check(["key"]) for part in parts)
     assert not dist.PrefixStore("old", store).check(["key"])

@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import json
 import math
+import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from unittest.mock import ANY
 import pytest
 import torch
 
-from flatmin.lab.data.digits import load_digits
+from flatmin.cli import main
 from flatmin.lab.errors import DivergedError, RunError, StorageError
 from flatmin.lab.runs import checkpoint
 from flatmin.lab.runs import directory as run_directory
@@ -20,12 +21,16 @@ from flatmin.lab.runs.checkpoint import checkpoints, latest_checkpoint
 from flatmin.lab.runs.directory import RunDirectory, read_result
 from flatmin.lab.runs.json_files import read_json
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
+from flatmin.lab.sweeps import run_job as run_job_module
+from flatmin.lab.sweeps.jobs import Job
+from flatmin.lab.sweeps.measurements import Cosine
 from flatmin.lab.training import run as run_module
 from flatmin.lab.training import session
 from flatmin.lab.training.engine import train
+from flatmin.lab.training.precision import deterministic_algorithms
 from flatmin.lab.training.steps import Stepper
 from flatmin.lab.training.trained_model import load_trained
-from sweep_process import tiny
+from sweep_process import AtStep, tiny
 
 CPU = torch.device("cpu")
 
@@ -39,21 +44,11 @@ class CrashError(Exception):
     """Stands for kill -9."""
 
 
-class CrashAt:
-    """A callback that ends the session at a step."""
+def crash_at(step):
+    def crash():
+        raise CrashError
 
-    def __init__(self, step):
-        self.step = step
-
-    def on_start(self, directory, num_steps, step):
-        pass
-
-    def on_step(self, step, num_examples, measured):
-        if step == self.step:
-            raise CrashError
-
-    def on_epoch(self, metrics, speed):
-        pass
+    return AtStep(step, crash)
 
 
 def final_state(result):
@@ -84,6 +79,7 @@ VARIANTS = {
     "shake-shake": small(model="shake-shake-8-2x4d", optim=Optim(rho=0.1)),
     "measured-radius": small(model="wrn-10-1", optim=Optim(rho="0.5x", every=2, m=7)),
     "second-order": small(optim=Optim(rho=0.1, second_order=True, decay="loss")),
+    "bfloat16": dataclasses.replace(small(model="wrn-10-1", optim=Optim(rho=0.1)), precision="bfloat16"),
     "autoaugment": small(data=Data(train_size=60, batch_size=20, augment="autoaugment", cutout_size=3)),
 }
 
@@ -94,16 +90,17 @@ def test_a_run_that_crashed_in_the_middle_of_epochs_ends_bit_identical(experimen
     for crash in (1, 4, 5):
         # Saved after every step, crashed after the second one of this session.
         with pytest.raises(CrashError):
-            train(experiment, seed=3, runs=tmp_path / "broken", callback=CrashAt(crash + 1), checkpoint_seconds=0)
+            train(experiment, seed=3, runs=tmp_path / "broken", callback=crash_at(crash + 1), checkpoint_seconds=0)
     resumed = train(experiment, seed=3, runs=tmp_path / "broken")
     assert_bit_identical(whole, resumed)
+    assert all(t.dtype in (torch.float32, torch.int64) for t in final_state(whole)["model"].values())
 
 
 def test_checkpoints_that_are_rare_change_nothing(tmp_path):
     experiment = small(epochs=3, optim=Optim(rho=0.1))
     often = train(experiment, runs=tmp_path / "often", checkpoint_seconds=0)
     with pytest.raises(CrashError):
-        train(experiment, runs=tmp_path / "rare", callback=CrashAt(7), checkpoint_seconds=1e9)
+        train(experiment, runs=tmp_path / "rare", callback=crash_at(7), checkpoint_seconds=1e9)
     assert_bit_identical(often, train(experiment, runs=tmp_path / "rare"))
 
 
@@ -139,17 +136,8 @@ def test_the_directory_holds_what_it_should(tmp_path):
     assert Experiment.from_json((path / "spec.json").read_text()) == experiment
     lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     assert [line["epoch"] for line in lines] == [1, 2, 3]
-    names = {
-        "train_loss",
-        "train_error",
-        "perturbed_error",
-        "sharpness",
-        "test_loss",
-        "test_error",
-        "valid_error",
-        "lr",
-    }
-    assert names <= lines[0].keys()
+    names = {"train_loss", "train_error", "perturbed_error", "sharpness", "test_loss", "test_error", "valid_error"}
+    assert {*names, "lr"} <= lines[0].keys()
     assert all(0 <= line["test_error"] <= 1 for line in lines)
     assert lines[0]["sharpness"] == pytest.approx(lines[0]["perturbed_loss"] - lines[0]["train_loss"])
     speeds = [json.loads(line) for line in (path / "speed.jsonl").read_text().splitlines()]
@@ -163,6 +151,11 @@ def test_the_directory_holds_what_it_should(tmp_path):
     noise = json.loads((path / "label_noise.json").read_text())
     assert noise["num_flipped"] == len(noise["flipped"]) == 20
     assert read_result(path).history == result.history
+    written = {f"{p.name}/" if p.is_dir() else p.name for p in path.iterdir()} - {"lock"}
+    docs = (Path(__file__).parents[3] / "docs" / "lab.md").read_text()
+    for name in {*written, "problem.json", "measures/", "weights/", "predicted_labels.json"}:
+        assert name in run_directory.__doc__
+        assert f"| `{name}` |" in docs
 
 
 @pytest.mark.parametrize("checkpoint_seconds", [0.0, 1e9])
@@ -187,15 +180,10 @@ def test_the_time_is_that_of_training_without_evaluation_and_saving(checkpoint_s
     assert result.time_seconds == pytest.approx(sum(60 / speed["images_per_second"] for speed in speeds))
 
 
-def test_without_sam_nothing_is_said_of_perturbed_weights(tmp_path):
-    line = train(small(epochs=1), runs=tmp_path).metrics
-    assert line["perturbed_error"] is None
-    assert line["sharpness"] is None
-
-
-def test_test_metrics_come_after_every_so_many_epochs_and_the_last(tmp_path):
+def test_test_metrics_come_after_every_so_many_epochs_and_the_last_and_perturbed_ones_only_with_sam(tmp_path):
     result = train(small(epochs=5, evaluate_every=2), runs=tmp_path)
     assert [line["test_error"] is not None for line in result.history] == [False, True, False, True, True]
+    assert (result.metrics["perturbed_error"], result.metrics["sharpness"]) == (None, None)
 
 
 def test_the_logged_error_is_that_of_the_network_on_the_whole_test_set(tmp_path):
@@ -211,22 +199,14 @@ def test_the_logged_error_is_that_of_the_network_on_the_whole_test_set(tmp_path)
     assert [len(labels) for _, labels in batches] == [10, 10, 10, 3]
 
 
-def test_training_learns_real_digits(tmp_path):
-    experiment = Experiment(model=Model(name="cnn-16"), optim=Optim(rho=0.05), epochs=8, precision="float32")
-    assert train(experiment, runs=tmp_path).metrics["test_error"] < 0.1
-    assert len(load_digits()[1]) == 1797
-
-
 @pytest.mark.parametrize("rho", [0.0, 0.05])
 def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_last_good_checkpoint(rho, tmp_path):
     experiment = small(epochs=50, optim=Optim(lr=1e20, momentum=0.0, nesterov=False, schedule="constant", rho=rho))
     with pytest.raises(DivergedError) as caught:
         train(experiment, runs=tmp_path, checkpoint_seconds=0)
     message = str(caught.value)
-    assert "diverged (NaN or inf) at step" in message
-    assert "batch" in message
-    assert "examples" in message
-    assert "optim.lr than 1e+20" in message
+    for part in ("diverged (NaN or inf) at step", "batch", "examples", "optim.lr than 1e+20"):
+        assert part in message
     assert ("optim.rho" in message) == (rho > 0)
     directory = tmp_path / experiment.run_name(0)
     kept = latest_checkpoint(directory / "checkpoints")
@@ -272,15 +252,6 @@ def test_two_processes_do_not_work_on_one_run(tmp_path):
     train(small(epochs=1), runs=tmp_path)
 
 
-def test_the_documents_name_all_files_of_a_run(tmp_path):
-    path = train(small(), runs=tmp_path).directory
-    written = {f"{p.name}/" if p.is_dir() else p.name for p in path.iterdir()} - {"lock"}
-    docs = (Path(__file__).parents[3] / "docs" / "lab.md").read_text()
-    for name in {*written, "problem.json", "measures/", "weights/", "label_noise.json", "predicted_labels.json"}:
-        assert name in run_directory.__doc__
-        assert f"| `{name}` |" in docs
-
-
 def test_fine_tuning_starts_from_a_checkpoint_with_frozen_statistics(tmp_path):
     donor = train(small(model="wrn-10-1"), runs=tmp_path)
     weights = final_state(donor)["model"]
@@ -297,15 +268,6 @@ def test_fine_tuning_starts_from_a_checkpoint_with_frozen_statistics(tmp_path):
     for name, value in weights.items():
         frozen = "running" in name or "num_batches" in name
         assert torch.equal(tuned[name], value) == frozen, name
-
-
-def test_bfloat16_trains_and_resumes_exactly_too(tmp_path):
-    experiment = dataclasses.replace(small(model="wrn-10-1", optim=Optim(rho=0.1)), precision="bfloat16")
-    whole = train(experiment, runs=tmp_path / "whole")
-    assert all(t.dtype in (torch.float32, torch.int64) for t in final_state(whole)["model"].values())
-    with pytest.raises(CrashError):
-        train(experiment, runs=tmp_path / "broken", callback=CrashAt(4), checkpoint_seconds=0)
-    assert_bit_identical(whole, train(experiment, runs=tmp_path / "broken"))
 
 
 def test_a_compiled_network_trains_to_the_same_metrics(tmp_path, monkeypatch):
@@ -329,3 +291,53 @@ def test_no_epochs_only_evaluate_the_checkpoint(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(weights[0].values(), weights[1].values(), strict=True))
     assert len(list((evaluated.directory / "checkpoints").glob("*.pt"))) == 1
     assert train(dataclasses.replace(tiny(), model=model, epochs=0), seed=3, runs=tmp_path).metrics == evaluated.metrics
+
+
+# Deterministic algorithms, if asked for.
+
+
+@pytest.mark.parametrize("flag", [(), ("--deterministic",)])
+def test_flag_turns_deterministic_algorithms_on_for_training_only(flag, tmp_path, monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    step, seen = run_module.Stepper.step, []
+
+    def recorded(self, *arguments):
+        seen.append((torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")))
+        return step(self, *arguments)
+
+    monkeypatch.setattr(run_module.Stepper, "step", recorded)
+    arguments = ["--data.train-size", "20", "--model.name", "cnn-2", "--epochs", "1", "--output", "quiet"]
+    assert main(["train", *arguments, "--runs", str(tmp_path), *flag]) == 0
+    assert set(seen) == {(bool(flag), ":4096:8" if flag else None)}
+    assert not torch.are_deterministic_algorithms_enabled()
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_jobs_train_and_measure_with_deterministic_algorithms(deterministic, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    seen = []
+
+    def record(owner, name):
+        function = getattr(owner, name)
+
+        def recorded(*arguments):
+            seen.append((name, torch.are_deterministic_algorithms_enabled()))
+            return function(*arguments)
+
+        monkeypatch.setattr(owner, name, recorded)
+
+    record(run_module.Stepper, "step")
+    record(run_job_module, "measure_run")
+    job = Job(experiment=tiny(), measurements=(Cosine(num_examples=20),))
+    assert run_job_module.run_job(job, tmp_path, None, 60.0, deterministic).kind == "done"
+    assert set(seen) == {("step", deterministic), ("measure_run", deterministic)}
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_algorithms_are_as_before_after_an_error(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    with pytest.raises(ZeroDivisionError), deterministic_algorithms(True):
+        raise ZeroDivisionError
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"

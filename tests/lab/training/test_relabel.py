@@ -1,4 +1,4 @@
-"""Bootstrapped training: the second network sees the first one's predictions, and starts from scratch (Section 3.3)."""
+"""Bootstrapped training: the second network sees what the first one predicts (Section 3.3). And models read back."""
 
 import json
 from dataclasses import replace
@@ -6,8 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from flatmin.lab.data.datasets import load_dataset
+from flatmin.lab.data.images import FileImages
 from flatmin.lab.models.build import build_model
 from flatmin.lab.runs.checkpoint import latest_checkpoint
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
@@ -97,3 +99,37 @@ def test_a_run_stops_at_the_training_loss_it_was_asked_for_and_is_evaluated_ther
     assert [line["train_loss"] for line in stopped.history] == losses[:expected]
     assert stopped.metrics["test_error"] is not None
     assert train(replace(long, stop_loss=limit), runs=tmp_path).history == stopped.history
+
+
+def test_few_examples_are_read_alone(tmp_path, monkeypatch):
+    generator = np.random.default_rng(0)
+    for split in ("train", "test"):
+        for label in ("a", "b"):
+            folder = tmp_path / "images" / split / label
+            folder.mkdir(parents=True)
+            for number in range(6):
+                pixels = generator.integers(0, 256, (40, 40, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / f"{number}.png")
+    experiment = Experiment(
+        data=Data(name=f"folder:{tmp_path}/images", image_size=32, batch_size=4),
+        model=Model(name="wrn-10-1"),
+        epochs=1,
+        precision="float32",
+    )
+    trained = load_trained(train(experiment, runs=tmp_path / "runs").directory)
+    decode, read = FileImages._decode, []
+
+    def recorded(self, *arguments, **keywords):
+        read.append(arguments)
+        return decode(self, *arguments, **keywords)
+
+    everything = trained.training_batches()
+    monkeypatch.setattr(FileImages, "_decode", recorded)
+    batches = trained.training_batches(5, batch_size=3)
+    assert len(read) == 5
+    assert [len(labels) for _, labels in batches] == [3, 1, 1]  # the pipeline's batches of 4, in parts of 3 at most
+    inputs = [image for part, _ in everything for image in part]
+    found = [image for part, _ in batches for image in part]
+    assert all((image == known).all() for image, known in zip(found, inputs[:5], strict=True))
+    assert len(trained.test_batches(100)[0][1]) == 4
+    assert trained.predicted_labels().shape == (12,)

@@ -1,6 +1,8 @@
 """Single steps against loops written out by hand."""
 
 import copy
+import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from flatmin.lab.models.build import build_model
 from flatmin.lab.models.shake import ShakeShake
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim, passes_per_step
 from flatmin.lab.training.distributed import Workers
+from flatmin.lab.training.schedule import learning_rate
 from flatmin.lab.training.steps import Stepper, loss_and_error
 
 CPU = torch.device("cpu")
@@ -78,34 +81,27 @@ def sam_gradient_by_hand(network, loss, rho):
     return perturbed
 
 
-def test_a_plain_step_is_that_of_a_loop_written_by_hand():
-    stepper, reference = a_stepper(weight_decay=1e-2, label_smoothing=0.1)
+SGD, ADAMW = torch.optim.SGD, torch.optim.AdamW
+
+
+@pytest.mark.parametrize(
+    ("optim", "make"),
+    [
+        ({"weight_decay": 1e-2}, partial(SGD, lr=0.01, momentum=0.9, nesterov=True, weight_decay=1e-2)),
+        ({"nesterov": False, "momentum": 0.5, "weight_decay": 0.0}, partial(SGD, lr=0.01, momentum=0.5)),
+        ({"name": "adamw", "weight_decay": 0.1}, partial(ADAMW, lr=0.01, weight_decay=0.1)),
+    ],
+)
+def test_a_plain_step_is_that_of_a_loop_written_by_hand(optim, make):
+    stepper, reference = a_stepper(label_smoothing=0.1, **optim)
     batches = [a_batch(seed=s) for s in range(3)]
-    take(stepper, batches)
-    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-2)
+    take(stepper, batches, lr=0.01)
+    optimizer = make(reference.parameters())
     for batch in batches:
         optimizer.zero_grad()
         loss_of(reference, batch, label_smoothing=0.1).backward()
         optimizer.step()
     assert_same(stepper.network, reference)
-
-
-def test_adamw_and_momentum_without_nesterov_are_torchs():
-    for optim, make in (
-        ({"name": "adamw", "weight_decay": 0.1}, lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1)),
-        (
-            {"nesterov": False, "momentum": 0.5, "weight_decay": 0.0},
-            lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.5),
-        ),
-    ):
-        stepper, reference = a_stepper(**optim)
-        take(stepper, [a_batch(), a_batch(seed=1)], lr=0.01)
-        optimizer = make(reference.parameters())
-        for batch in (a_batch(), a_batch(seed=1)):
-            optimizer.zero_grad()
-            loss_of(reference, batch).backward()
-            optimizer.step()
-        assert_same(stepper.network, reference)
 
 
 @pytest.mark.parametrize("network", ["cnn-4", "wrn-10-1"])
@@ -236,28 +232,12 @@ def test_the_gradient_of_the_base_step_is_clipped_and_only_that(rho):
         assert stepper.optimizer.metrics.perturbation_norm.item() == pytest.approx(rho, rel=1e-5)
 
 
-@pytest.mark.parametrize("ascent_steps", [1, 2])
-def test_shake_layers_use_the_true_gradient_in_all_passes_but_the_last(ascent_steps, monkeypatch):
-    seen = []
-    original = ShakeShake.forward
-
-    def spy(self, first, second):
-        seen.append(self.use_true_gradient)
-        return original(self, first, second)
-
-    monkeypatch.setattr(ShakeShake, "forward", spy)
-    stepper, _ = a_stepper("shake-shake-8-2x4d", rho=0.1, ascent_steps=ascent_steps)
-    take(stepper, [a_batch(size=16)])
-    assert seen == [True] * 3 * ascent_steps + [False] * 3  # three blocks a pass
-    seen.clear()
-    plain, _ = a_stepper("shake-shake-8-2x4d")
-    take(plain, [a_batch(size=16)])
-    assert seen == [False] * 3
-
-
 @pytest.mark.parametrize(
     ("settings", "num_steps", "expected"),
     [
+        ({"rho": 0.0}, 1, [False]),
+        ({}, 1, [True, False]),
+        ({"ascent_steps": 2}, 1, [True, True, False]),
         ({"ascent_part": 0.5}, 1, [True, False]),
         ({"every": 2}, 2, [True, False, False]),  # a step with SAM, and a plain one
         ({"direction": "momentum"}, 1, [False]),
@@ -272,9 +252,9 @@ def test_shake_layers_use_the_true_gradient_in_ascents_only(settings, num_steps,
         return original(self, first, second)
 
     monkeypatch.setattr(ShakeShake, "forward", spy)
-    stepper, _ = a_stepper("shake-shake-8-2x4d", rho=0.1, **settings)
+    stepper, _ = a_stepper("shake-shake-8-2x4d", **{"rho": 0.1} | settings)
     take(stepper, [a_batch(size=16)] * num_steps)
-    assert seen[::3] == expected  # three blocks a pass
+    assert seen == [true for true in expected for _ in range(3)]  # three blocks a pass
 
 
 def test_random_directions_measure_at_w_and_depend_on_the_step_and_seed_only():
@@ -386,3 +366,41 @@ def test_a_part_is_corrected_at_full_strength_and_the_rest_gives_the_statistics(
     reference.load_state_dict(dict(statistics.named_buffers()), strict=False)
     assert_same(stepper.network, reference)
     assert measured.at_w.loss.shape == ()
+
+
+# The learning rate, in closed form.
+
+
+def rates(num_steps=100, steps_per_epoch=10, **optim):
+    return [learning_rate(Optim(lr=0.4, **optim), step, num_steps, steps_per_epoch) for step in range(num_steps)]
+
+
+def test_cosine_starts_at_the_peak_and_ends_one_step_before_zero():
+    for step, lr in enumerate(rates()):
+        assert lr == pytest.approx(0.2 * (1 + math.cos(math.pi * step / 100)))
+
+
+def test_step_multiplies_by_a_fifth_after_thirty_sixty_and_eighty_percent():
+    """Wide ResNets: 60, 120 and 160 of 200 epochs."""
+    found = rates(schedule="step")
+    assert found[29] == 0.4
+    assert found[30] == pytest.approx(0.08)
+    assert found[60] == pytest.approx(0.016)
+    assert found[79] == pytest.approx(0.016)
+    assert found[80] == pytest.approx(0.0032)
+
+
+def test_constant_stays():
+    assert set(rates(schedule="constant")) == {0.4}
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "step", "constant"])
+def test_warm_up_rises_linearly_to_the_peak(schedule):
+    found = rates(schedule=schedule, warmup_epochs=2.5)  # 25 steps
+    assert found[:25] == pytest.approx([0.4 * (step + 1) / 26 for step in range(25)])
+    assert found[25] == pytest.approx(0.4)
+
+
+def test_cosine_after_warm_up_spans_the_remaining_steps():
+    found = rates(warmup_epochs=2)
+    assert found[60] == pytest.approx(0.2)  # the middle of 20 .. 100
