@@ -272,7 +272,9 @@ def test_a_gradient_scaler_changes_nothing(settings):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("function", [{"direction": lambda g: [x * 2 for x in g]}, {"combine": surrogate_gap}], ids=str)
+@pytest.mark.parametrize(
+    "function", [{"direction": lambda g: [x * 2 for x in g]}, {"combine": surrogate_gap}], ids=["direction", "combine"]
+)
 def test_no_step_but_the_first_waits_for_the_device(way, function):
     model, opt = make(**function)
     way(model, opt, batch())

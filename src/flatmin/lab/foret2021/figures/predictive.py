@@ -171,11 +171,15 @@ def sharpness_measurements(zoo: Zoo) -> dict[int | None, Sharpness]:
 
 def _score(members: Sequence[Member], m: int | None) -> Score | None:
     """Return the score; None where no two models share two hyperparameters and differ in the gap: too few, so far."""
-    gaps, grid = [member.gap for member in members], [member.hyperparameters for member in members]
-    try:
-        return predictive_power([member.sharpness[m] for member in members], gaps, grid)
-    except ValueError:
+    gaps_of: dict[tuple[float, ...], set[float]] = {}
+    for member in members:
+        h = member.hyperparameters
+        for first, second in itertools.combinations(range(len(h)), 2):
+            gaps_of.setdefault((first, second, h[first], h[second]), set()).add(member.gap)
+    if not any(len(gaps) > 1 for gaps in gaps_of.values()):
         return None
+    gaps, grid = [member.gap for member in members], [member.hyperparameters for member in members]
+    return predictive_power([member.sharpness[m] for member in members], gaps, grid)
 
 
 def better_predictor(
