@@ -15,14 +15,13 @@ from pathlib import Path
 
 from recompute.figures import check_figures, check_predictive, front, reductions, zoo
 from recompute.items import Item
-from recompute.page import NOTHING, NUMBER, Tally, interval, read_page
+from recompute.overview import check_answer, check_overview, read_overview
+from recompute.page import NUMBER, Tally, read_page
 from recompute.runs import Study, detectable, factor, facts, optim, percent
 from recompute.settings import check_settings
 from recompute.verdicts import check_verdicts, gate
 
 RESULTS = Path(__file__).parents[1] / "results"
-REPEATED = ("error-reduction", "rho-0.05")
-"""Items that repeat other items' comparisons: their verdicts are not counted in the totals."""
 ERRORS = ("train_error", "valid_error", "test_error")
 
 
@@ -59,11 +58,12 @@ def check(directory, study=None):
             attempt(item.name, function, item, items)
         for function in (check_computed_columns, check_settings):
             attempt(item.name, function, item)
-    attempt("overview", check_overview, overview, items, by_title["Overview"], tally)
-    attempt("head", check_head, head, items, study, tally)
+    attempt("overview", check_overview, overview, items, tally)
+    attempt("answer", check_answer, by_title["Answer"].lines, overview, tally)
+    attempt("head", check_head, [*head, *by_title["Answer"].lines], items, study, tally)
     attempt("list of runs", check_runs, by_title["What was run"], study, tally)
     for section in sections:
-        if not section.item and section.title not in ("Overview", "What was run"):
+        if not section.item and section.title not in ("Answer", "Overview", "What was run"):
             tally.skip(section.title, " ".join(section.lines), "text")
     return tally
 
@@ -72,64 +72,6 @@ def close_gates(item):
     """Say of each comparison of the paper's tables whether its gate is closed."""
     for c in (c for group in item.comparisons for c in group):
         c.gated = bool(c.condition and c.differences and not c.one_sided and gate(item, c))
-
-
-def read_overview(section, items):
-    """Return the overview's claims, each with its item and the lines of its effects."""
-    claims = []
-    for row in section.rows[2:]:
-        if row[0]:
-            claims.append(
-                {"number": row[0], "claim": row[1], "status": row[2].strip("*"), "cost": row[6], "effects": []}
-            )
-        claims[-1]["effects"] += [row[3:6]] if row[3] != NOTHING else []
-    owners = [(item, index) for item in items for index in range(len(item.section.verdicts))]
-    for claim, (item, index) in zip(claims, owners, strict=True):
-        claim["item"], claim["index"] = item, index
-        if len(items) > 1:
-            claim["claim"] = claim["claim"].removesuffix(f" ({item.name})")
-    return claims
-
-
-def check_overview(overview, items, section, tally):
-    """Check every claim's status, effects in points and in %, n, corrected p-values and cost; and the totals."""
-    tally.same("label", "overview", [row["number"] for row in overview], [str(i + 1) for i in range(len(overview))], 0)
-    for row in overview:
-        item, index = row["item"], row["index"]
-        where = f"overview: {row['claim']}"
-        status, text = item.section.verdicts[index]
-        tally.same("verdict", where, row["status"], status)
-        tally.same("verdict", where, text.startswith(row["claim"]), True, 0)
-        compared = [c for c in item.comparisons[index] if c.differences]
-        tally.same("effect", where, len(row["effects"]), len(compared), 0)
-        for (effect, n, p), c in zip(row["effects"], compared, strict=False):
-            match = re.match(r"([+-]?[\d.]+(?: ± [\d.]+)?)(?: points)?(?: \(([+-]\d+) %\))?", effect)
-            tally.interval("effect", where, match[1].lstrip("+"), c.differences)
-            tally.same("label", where, effect[match.end() :].strip() in ("", c.metric, f"{c.metric}, %"), True, 0)
-            if match[2]:
-                base = interval([c.high[s] for s in c.seeds])[0]
-                tally.number("effect in %", where, match[2], 100 * interval(c.differences)[0] / abs(base))
-            tally.same("n", where, int(n), len(c.seeds))
-            tally.p_value("Holm's p", where, p, c.p_holm)
-        runs = {run["name"] for c in compared for run in c.runs} or item_runs(item, items)
-        cost = sum(item.study.runs[name]["time_seconds"] for name in runs)
-        if row["cost"] != NOTHING or cost:
-            tally.seconds("cost", where, row["cost"], cost)
-    counts = Counter(row["status"] for row in overview)
-    printed = {status: int(n) for n, status in re.findall(r"\*\*(\d+) ([a-z ]+)\*\*", " ".join(section.lines))}
-    tally.same("totals", "overview", printed, dict(counts), len(counts))
-
-
-def item_runs(item, items):
-    """Return all runs of an item: those its section links, those of its name, and of the tables it sums up."""
-    runs = set(item.section.runs) | {
-        n for n, r in item.study.runs.items() if r["spec"]["name"].startswith(f"{item.name}/")
-    }
-    if item.name == "error-reduction":
-        runs |= {
-            n for other in items if re.match(r"Table [1235],", other.section.source) for n in item_runs(other, items)
-        }
-    return runs
 
 
 def check_head(head, items, study, tally):
