@@ -281,7 +281,7 @@ def test_every_table_has_a_caption_and_headers_with_a_scope(report):
     assert len(images) == 5
     assert all(image["role"] == "img" and image["aria-label"] for image in images)
     labels = [a["aria-labelledby"] for a in page.attributes if "aria-labelledby" in a]
-    assert len(labels) == 5  # overview, two items, runs, how to read
+    assert len(labels) == 6  # answer, overview, two items, runs, how to read
     assert set(labels) <= set(page.ids)
 
 

@@ -5,13 +5,14 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, get_args
+from typing import Any
 
+from flatmin.lab.report.answer import answer
 from flatmin.lab.report.figures import ForestFigure, inline_svg, standalone_svg, svg, x_text, y_text
 from flatmin.lab.report.runs import ERRORS, environment_of, error_of, named_runs, num_missing, session_text
 from flatmin.lab.report.tables import NOTHING, effect_text, number_text, plural, setting_text, shown_table
 from flatmin.lab.runs.record import RunRecord
-from flatmin.lab.studies.findings import Cell, Comparison, Findings, LineFigure, SurfaceFigure, Verdict, VerdictStatus
+from flatmin.lab.studies.findings import Cell, Comparison, Findings, LineFigure, SurfaceFigure, Verdict
 from flatmin.lab.studies.statistics import SIGNIFICANT, Interval, p_text
 from flatmin.lab.sweeps.progress import time_text
 
@@ -40,12 +41,11 @@ HOW_TO_READ = (
 def report_content(findings: Sequence[Findings], records: dict[str, RunRecord], title: str) -> dict[str, Any]:
     """Return all that the templates show; records are of every run that the findings name, by name."""
     anchors = [f"item-{number}-{slug(one.item)}" for number, one in enumerate(findings, 1)]
-    counts = Counter(verdict.status for one in findings for verdict in one.verdicts)
     return {
         "title": title,
         "about": about_runs(findings, records),
         "alarm": alarm(findings, records),
-        "tally": [(status, counts[status]) for status in get_args(VerdictStatus) if counts[status]],
+        "answer": answer(findings, records),
         "overview": _overview(findings, anchors, records),
         "items": [
             _item(number, one, anchor, records, len(findings) > 1)

@@ -1,0 +1,97 @@
+"""Two samples that are paired by seed, and the sentences that print what comes of them. Imports nothing of flatmin."""
+
+import math
+import re
+from dataclasses import dataclass, field
+
+from recompute.page import interval
+from recompute.runs import SIGNIFICANT, paired_p
+
+P_VALUE = r"p [=<] \d\.\d+|no test"
+MEASURED = re.compile(r"(-?[\d.e+-]+(?: ± [\d.e+-]+)?)(?: %| points)? \(n = (\d+)(?:; (.*))?\)")
+COMPARED = re.compile(
+    rf"([+-]?[\d.]+ ± [\d.]+)(?: points)? \((.+?) - (.+), (\d+) pairs?; ({P_VALUE}), Holm ({P_VALUE})\)"
+)
+OVER_PAIRS = re.compile(
+    rf"([+-][\d.]+) ± ([\d.]+) (?:points|nats) over (\d+) pairs, ({P_VALUE})"
+    r"(?: \(Holm's correction for (\d+) comparisons(?:, open until the (\d+) missing ones are available)?\))?\."
+)
+AGAINST = re.compile(
+    r"([^;]+?): (-?[\d.e+-]+) \(((?:[^()]|\([^()]*\))*)\) against (-?[\d.e+-]+) \(((?:[^()]|\([^()]*\))*)\); "
+    rf"difference (-?[\d.e+-]+) ± ([\d.e+-]+), n = (\d+), ({P_VALUE})"
+)
+NO_PAIR = re.compile(r"([^;]+?): no pair of runs of (.+?) and (.+?) is available")
+CLAIM = re.compile(r"(.+?): (.+) has a lower (.+?) than (.+?)\.( \(ours\))?")
+METRICS = {"test error": "test_error", "test loss": "test_loss", "calibration error": "test_ece"}
+PLANNED = re.compile(r"(.+): (test error|test loss|calibration error): (.+) vs\. (.+?)( \(ours\))?")
+
+
+@dataclass
+class Entry:
+    """A measured number of a table with the runs behind it."""
+
+    caption: str
+    row: list[str]
+    column: str
+    label: str
+    runs: list[dict]
+    notes: list[str]
+
+    def values(self, read):
+        """Return a number of each run by seed."""
+        return {run["seed"]: read(run) for run in self.runs}
+
+
+@dataclass
+class Comparison:
+    """Two samples, paired by seed: the first is claimed to be lower."""
+
+    names: tuple[str, str]
+    low: dict[int, float] = field(default_factory=dict)
+    high: dict[int, float] = field(default_factory=dict)
+    runs: list[dict] = field(default_factory=list)
+    condition: str = ""
+    metric: str = "test error"
+    """What is compared, in the page's words."""
+    one_sided: bool = False
+    ours: bool = False
+    p_holm: float = math.nan
+    p_best: float = math.nan
+    family: int = 1
+    waiting: int = 0
+    gated: bool = False
+    """Whether its gate says that it is no test at this scale."""
+
+    @property
+    def seeds(self):
+        """The seeds that both have."""
+        return sorted(self.low.keys() & self.high.keys())
+
+    @property
+    def differences(self):
+        """The first minus the second."""
+        return [self.low[seed] - self.high[seed] for seed in self.seeds]
+
+    @property
+    def p(self):
+        """The p-value of the paired t-test."""
+        if len(self.seeds) < 2:
+            return math.nan
+        both = paired_p([self.low[s] for s in self.seeds], [self.high[s] for s in self.seeds])
+        if not self.one_sided:
+            return both
+        return both / 2 if interval(self.differences)[0] < 0 else 1 - both / 2
+
+    @property
+    def is_open(self):
+        """Whether comparisons that wait for runs may still make it significant."""
+        return not math.isnan(self.p) and self.p_best < SIGNIFICANT <= self.p_holm
+
+    @property
+    def status(self):
+        """What it says of its claim."""
+        if math.isnan(self.p_holm) or self.is_open:
+            return "not tested"
+        if self.p_holm >= SIGNIFICANT:
+            return "inconclusive"
+        return "reproduced" if interval(self.differences)[0] < 0 else "not reproduced"

@@ -1,0 +1,133 @@
+"""The first screens of a page: the answer, and the overview of all claims. Imports nothing of flatmin."""
+
+import re
+from collections import Counter
+
+from recompute.comparisons import P_VALUE
+from recompute.page import NOTHING, interval
+from recompute.runs import passes, without_sam
+
+REPEATED = ("error-reduction", "rho-0.05")
+"""Items that repeat other items' comparisons: their verdicts are not counted in the totals."""
+
+
+def read_overview(section, items):
+    """Return the overview's claims, each with its item and the lines of its effects."""
+    claims = []
+    for row in section.rows[2:]:
+        if row[0]:
+            claims.append(
+                {"number": row[0], "claim": row[1], "status": row[2].strip("*"), "cost": row[6], "effects": []}
+            )
+        claims[-1]["effects"] += [row[3:6]] if row[3] != NOTHING else []
+    owners = [(item, index) for item in items for index in range(len(item.section.verdicts))]
+    for claim, (item, index) in zip(claims, owners, strict=True):
+        claim["item"], claim["index"] = item, index
+        if len(items) > 1:
+            claim["claim"] = claim["claim"].removesuffix(f" ({item.name})")
+    return claims
+
+
+def check_overview(overview, items, tally):
+    """Check every claim's status, effects in points and in %, n, corrected p-values and cost."""
+    tally.same("label", "overview", [row["number"] for row in overview], [str(i + 1) for i in range(len(overview))], 0)
+    for row in overview:
+        item, index = row["item"], row["index"]
+        where = f"overview: {row['claim']}"
+        status, text = item.section.verdicts[index]
+        tally.same("verdict", where, row["status"], status)
+        tally.same("verdict", where, text.startswith(row["claim"]), True, 0)
+        compared = [c for c in item.comparisons[index] if c.differences]
+        tally.same("effect", where, len(row["effects"]), len(compared), 0)
+        for (effect, n, p), c in zip(row["effects"], compared, strict=False):
+            match = re.match(r"([+-]?[\d.]+(?: ± [\d.]+)?)(?: points)?(?: \(([+-]\d+) %\))?", effect)
+            tally.interval("effect", where, match[1].lstrip("+"), c.differences)
+            tally.same("label", where, effect[match.end() :].strip() in ("", c.metric, f"{c.metric}, %"), True, 0)
+            if match[2]:
+                base = interval([c.high[s] for s in c.seeds])[0]
+                tally.number("effect in %", where, match[2], 100 * interval(c.differences)[0] / abs(base))
+            tally.same("n", where, int(n), len(c.seeds))
+            tally.p_value("Holm's p", where, p, c.p_holm)
+        runs = {run["name"] for c in compared for run in c.runs} or item_runs(item, items)
+        cost = sum(item.study.runs[name]["time_seconds"] for name in runs)
+        if row["cost"] != NOTHING or cost:
+            tally.seconds("cost", where, row["cost"], cost)
+
+
+def check_answer(lines, overview, tally):
+    """Check the totals, how many comparisons of SAM's test error say what, and the largest effects."""
+    counted = [row for row in overview if row["item"].name not in REPEATED]
+    papers = [row for row in counted if not row["claim"].endswith(" (ours)")]
+    totals = {status: int(n) for n, status in re.findall(r"\*\*(\d+) ([a-z ]+)\*\*", lines[0])}
+    counts = Counter(row["status"] for row in papers)
+    tally.same("totals", "answer", totals, dict(counts), len(counts))
+    said = re.search(r"in (\d+) of the (\d+) comparisons .* higher one in (\d+), .* difference in (\d+)\.", lines[0])
+    tests = Counter(row["status"] for row in papers if _of_sam(row))
+    lower, higher, neither = (tests[s] for s in ("reproduced", "not reproduced", "inconclusive"))
+    expected = [lower, lower + higher + neither, higher, neither]
+    tally.same("totals", "answer", [int(n) for n in said.groups()] if said else [0] * 4, expected, 4 * bool(said))
+    decided = ("reproduced", "not reproduced")
+    told = [r for r in counted if r["status"] == "kept" or (r["status"] in decided and _of_sam(r))]
+    told.sort(key=lambda row: -abs(interval(_compared(row).differences)[0]))
+    printed = [line.removeprefix("- ") for line in lines if line.startswith("- ")]
+    largest = re.search(r"The (\d+) largest of (\d+) effects", " ".join(lines))
+    counts = [int(n) for n in largest.groups()] if largest else [len(told)] * 2
+    tally.same("totals", "answer", counts, [len(printed), len(told)], 2 * bool(largest))
+    for line, row in zip(printed, told, strict=False):
+        _sentence(line, row, tally)
+
+
+def _compared(row):
+    return row["item"].comparisons[row["index"]][0]
+
+
+def _of_sam(row):
+    return (
+        " has a lower test error than " in row["claim"]
+        and _compared(row).differences
+        and _compared(row).names[0].startswith("SAM")
+    )
+
+
+def _sentence(line, row, tally):
+    """Check one of the largest effects: its size, n, p and passes per step."""
+    where, c = f"answer: {row['claim']}", _compared(row)
+    sure = re.search(rf"\(n = (\d+), ({P_VALUE})\)", line)
+    tally.same("n", where, int(sure[1]), len(c.seeds))
+    tally.p_value("Holm's p", where, sure[2], c.p_holm)
+    if row["status"] == "kept":
+        tally.same("answer", where, line.partition(" (n = ")[0], row["claim"].removesuffix("."))
+        return
+    sign = -1 if " lowers the test error " in line else 1
+    effect, cost = re.search(r" by ([\d.]+ ± [\d.]+) points", line), re.search(r", at ([\d.]+) passes per step", line)
+    tally.interval("effect", where, effect[1], [sign * d for d in c.differences])
+    spec = next(run["spec"] for run in c.runs if run["name"] in _names_of(row, c.names[0]))
+    tally.number("passes", where, cost[1], passes(spec, spec["epochs"]), 6)
+    tally.same("answer", where, f": {c.names[0]} " in line and f" vs. {c.names[1]} (n" in line, True)
+
+
+def _names_of(row, method):
+    """Return the runs of a method of a comparison, by name."""
+    c = _compared(row)
+    entry = (
+        row["item"].entry(c.condition, method)
+        if c.condition
+        else next(
+            e for e in row["item"].entries if e.row[1:] == [method] and e.runs[0]["name"] in {r["name"] for r in c.runs}
+        )
+    )
+    return {run["name"] for run in entry.runs}
+
+
+def item_runs(item, items):
+    """Return all runs of an item: those its section links, those of its name, and of the tables it sums up."""
+    runs = set(item.section.runs) | {
+        n for n, r in item.study.runs.items() if r["spec"]["name"].startswith(f"{item.name}/")
+    }
+    if item.name == "inner-steps":  # what SAM gains is the measure of an effect
+        runs |= set(without_sam(item))
+    if item.name == "error-reduction":
+        runs |= {
+            n for other in items if re.match(r"Table [1235],", other.section.source) for n in item_runs(other, items)
+        }
+    return runs

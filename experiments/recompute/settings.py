@@ -1,0 +1,159 @@
+"""The table of hyperparameters of an item, read again from the specs of its runs. Imports nothing of flatmin."""
+
+import json
+import re
+from pathlib import Path
+
+from recompute.page import NUMBER
+from recompute.runs import TUNING_SEED, factor, optim
+
+DEFAULTS = {
+    "batch_size": 128,
+    "lr": 0.1,
+    "schedule": "cosine",
+    "momentum": 0.9,
+    "weight_decay": 5e-4,
+    "augment": "none",
+}
+"""What a spec leaves out."""
+DEMO = Path(__file__).parents[2] / "src/flatmin/lab/demo/settings.json"
+"""What chose the demo's settings: its runs are not stored, their means are."""
+
+
+def setting_text(run):
+    """Return what methods choose, as the page writes it."""
+    rho, m, mixup = optim(run, "rho"), optim(run, "m"), run["spec"]["data"].get("mixup")
+    parts = [f"lr {optim(run, 'lr', 0.1):g}", f"decay {optim(run, 'weight_decay', 5e-4):g}"]
+    parts += [f"rho {rho if isinstance(rho, str) else f'{rho:g}'}"] if rho else []
+    parts += [f"m {m}"] if m else []
+    parts += [f"mixup {mixup:g}"] if mixup else []
+    return ", ".join(parts)
+
+
+def check_settings(item):
+    """Check each setting against the specs of the item's runs, or of its registered plan."""
+    block = item.section.block("Hyperparameters and where they come from")
+    specs = _specs(item)
+    for name, value, source, note in block.rows:
+        where = f"{item.name}, hyperparameters, {name}"
+        count = max(1, len(NUMBER.findall(value)))
+        expected = _chosen(item, name) if source == "validation" else _values(item, name, specs)
+        if expected is None:
+            item.tally.skip(where, value, "a setting that specs do not have")
+            continue
+        item.tally.same("setting", where, sorted(value.split(", ")), sorted(", ".join(expected).split(", ")), count)
+        if match := re.fullmatch(r"the best of (\d+)", note):
+            item.tally.same(
+                "setting", where, int(match[1]), len(next(t for k, t in item.choices.items() if ", ".join(k) == name))
+            )
+    if item.section.source == "flatmin demo":
+        _demo_choices(item)
+
+
+def _specs(item):
+    if item.has_plan:
+        return [g["spec"] for g in item.study.plan["items"][item.name]["groups"].values()]
+    runs = [item.study.runs[name] for name in item.section.runs]
+    return [r["spec"] for r in ([r for r in runs if r["seed"] != TUNING_SEED] or runs)]
+
+
+def _chosen(item, name):
+    for (condition, method), tried in item.choices.items():
+        if f"{condition}, {method}" == name:
+            return [setting_text(run) for _, run, mark in tried if mark]
+    if item.section.source != "flatmin demo":
+        return None
+    chosen = json.loads(DEMO.read_text())["chosen"]
+    by_name = {"model": chosen["network"], "learning rate": chosen["lr"], "rho, clean labels": chosen["rho"]["0.0"]}
+    return [str(by_name.get(name, chosen["rho"]["0.4"]))]
+
+
+def _values(item, name, specs):
+    """Return all values of a setting; None for what a spec does not say."""
+
+    def every(part, key):
+        return dict.fromkeys(s.get(part, {}).get(key, DEFAULTS.get(key)) for s in specs)
+
+    if name == "model":
+        return dict.fromkeys(
+            s["model"]["name"] + ", without batch norm" * (s["model"].get("norm") == "none") for s in specs
+        )
+    if name == "training images":
+        sizes = ((s["data"].get("train_size"), s["data"]["name"]) for s in specs)
+        return dict.fromkeys(f"{'all' if n is None else f'{n:,}'} of {data}" for n, data in sizes)
+    if name == "momentum":
+        return [f"{m:g}" for m in every("optim", "momentum")] + ["Nesterov's"]
+    if name == "epochs":
+        return dict.fromkeys(str(s["epochs"]) for s in specs)
+    simple = {
+        "augmentation": ("data", "augment"),
+        "batch size": ("data", "batch_size"),
+        "learning rate": ("optim", "lr"),
+    }
+    simple |= {"learning-rate schedule": ("optim", "schedule"), "weight decay": ("optim", "weight_decay")}
+    simple |= {"gradient clipping": ("optim", "clip_norm"), "loss to stop at": ("", "stop_loss")}
+    if name == "loss to stop at":
+        return dict.fromkeys(f"{s['stop_loss']:g}" for s in specs)
+    if name in simple:
+        return [v if isinstance(v, str) else f"{v:g}" for v in every(*simple[name])]
+    rhos = [s.get("optim", {}) for s in specs]
+    if name in ("rho", "rho grid", "rho of SAM", "rho, chosen on validation"):
+        if item.name == "bound" and name == "rho":
+            measured = {
+                f["rho"]
+                for r in item.study.runs.values()
+                for n, f in r.get("measured", {}).items()
+                if n.startswith("bound")
+            }
+            return [f"{rho:g}" for rho in measured]
+        found = {factor(o.get("rho", 0)) for o in rhos}
+        if name == "rho, chosen on validation":
+            run = next(r for r in map(item.study.runs.get, item.section.runs) if optim(r, "rho"))
+            tried = item.study.candidates(run["spec"])
+            found = {
+                optim(min((r for r in tried if optim(r, "rho")), key=lambda r: r["metrics"]["valid_error"]), "rho")
+            }
+        return [f"{rho:g}" for rho in found if rho or (name == "rho" and len(found) > 2)]
+    if match := re.fullmatch(r"rho grid, (.+)", name):
+        names = {r["spec"]["name"] for r in item.study.runs.values()}
+        return [n.rpartition("rho=")[2] for n in names if n.startswith(f"{item.name}/{match[1]}, rho=")] or None
+    if name == "m":
+        return dict.fromkeys(str(o.get("m") or DEFAULTS["batch_size"]) for o in rhos if o.get("rho"))
+    if name == "rho of the measure":
+        found = {
+            f["rho"]
+            for n in item.section.runs
+            for k, f in item.study.runs[n]["measured"].items()
+            if k.startswith("sharp")
+        }
+        return [f"{rho:g}" for rho in found]
+    if name == "delta":
+        return [
+            f"{d:g}"
+            for d in {
+                f["delta"] for r in item.study.runs.values() for f in r.get("measured", {}).values() if "delta" in f
+            }
+        ]
+    if name == "replicas":
+        return [str(len({item.study.runs[n]["seed"] for n in item.section.runs}))]
+    if name == "noise of the condition":
+        draws = {
+            f["stated"]["num_draws"]
+            for r in item.study.runs.values()
+            for f in r.get("measured", {}).values()
+            if "stated" in f
+        }
+        return [f"{n} draws" for n in draws] + ["test images"]
+    return None
+
+
+def _demo_choices(item):
+    """Check the table of what was tried against the means that were stored."""
+    block = next(b for b in item.section.blocks if b.caption.startswith("How model, learning rate and rho"))
+    for row, line in zip(block.rows, json.loads(DEMO.read_text())["sweep"], strict=True):
+        where = f"{item.name}, {block.caption}, {', '.join(row[:4])}"
+        expected = [f"{line['noise']:.0%}", line["network"], f"{line['lr']:g}", f"{line['rho']:g}"]
+        item.tally.same("setting", where, row[:4], expected, 3)
+        mean, half_width = row[4].split(" ± ")
+        item.tally.number("mean", where, mean, line["valid_error"]["mean"])
+        item.tally.number("mean, half-width", where, half_width, line["valid_error"]["half_width"])

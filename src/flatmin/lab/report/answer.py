@@ -1,0 +1,75 @@
+"""The first screen of a report: does SAM generalize better here, by how much, at what cost, and how sure is that."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, get_args
+
+from flatmin.lab.report.tables import interval_text
+from flatmin.lab.runs.record import RunRecord
+from flatmin.lab.spec.experiment import passes_per_step
+from flatmin.lab.studies.findings import Findings, Verdict, VerdictStatus
+from flatmin.lab.studies.statistics import Interval, p_text
+
+REPEATED = ("error-reduction", "rho-0.05")
+"""Items that repeat comparisons of other items: their verdicts are not counted in the totals."""
+OURS = " (ours)"
+LOWER = " has a lower test error than "
+MOST_SENTENCES = 6
+HOW_SURE = (
+    "± is half of a 95 % confidence interval over n pairs of runs with the same seed; p is after Holm's correction. A "
+    "step without SAM costs 1 pass."
+)
+
+
+def answer(findings: Sequence[Findings], records: dict[str, RunRecord]) -> dict[str, Any]:
+    """Return the verdicts by status, each claim counted once, and the strongest comparisons in a sentence each."""
+    counted = [(one, verdict) for one in findings if one.item not in REPEATED for verdict in one.verdicts]
+    papers = [verdict for _, verdict in counted if not verdict.claim.endswith(OURS)]
+    counts = Counter(verdict.status for verdict in papers)
+    tests = Counter(verdict.status for verdict in papers if _is_of_sam(verdict))
+    told = [
+        (-abs(verdict.comparisons[0].difference.mean), _sentence(one, verdict, records, len(findings) > 1))
+        for one, verdict in counted
+        if verdict.status == "kept" or (verdict.status in ("reproduced", "not reproduced") and _is_of_sam(verdict))
+    ]
+    strongest = [sentence for _, sentence in sorted(told)[:MOST_SENTENCES]]
+    return {
+        "tally": [(status, counts[status]) for status in get_args(VerdictStatus) if counts[status]],
+        "headline": _headline(tests),
+        "lead": f"The {MOST_SENTENCES} largest of {len(told)} effects:" if len(told) > MOST_SENTENCES else "",
+        "sentences": strongest,
+        "how_sure": HOW_SURE,
+    }
+
+
+def _is_of_sam(verdict: Verdict) -> bool:
+    """Return whether a verdict is on one comparison of SAM's test error with a baseline's."""
+    return LOWER in verdict.claim and len(verdict.comparisons) == 1 and verdict.comparisons[0].name.startswith("SAM")
+
+
+def _headline(tests: Counter[VerdictStatus]) -> str:
+    lower, higher, open_ones = (tests[s] for s in ("reproduced", "not reproduced", "inconclusive"))
+    total = lower + higher + open_ones
+    if not total:
+        return ""
+    return (
+        f"SAM has a significantly lower test error than its baseline in {lower} of the {total} comparisons that are "
+        f"tests at this scale, a higher one in {higher}, and no significant difference in {open_ones}."
+    )
+
+
+def _sentence(one: Findings, verdict: Verdict, records: dict[str, RunRecord], several_items: bool) -> str:
+    """Return what a method does to the test error, what its steps cost, and how sure that is."""
+    compared = verdict.comparisons[0]
+    sure = f"(n = {compared.num_pairs}, {p_text(compared.p_holm)})"
+    if verdict.status == "kept":  # such a claim has its cost in it
+        return f"{verdict.claim.removesuffix('.')} {sure}."
+    method, baseline = compared.name.split(" - ", 1)
+    condition = verdict.claim.partition(f"{method}{LOWER}")[0].rstrip(":, ")
+    where = f"{one.item}, {condition}" if several_items else condition
+    difference = Interval(abs(compared.difference.mean), compared.difference.half_width)
+    does = "lowers" if compared.difference.mean < 0 else "raises"
+    said = f"{where}: {method} {does} the test error by {interval_text(difference)} points vs. {baseline} {sure}"
+    experiment = records[compared.runs[-1]].experiment  # the method's runs follow the baseline's
+    cost = "" if experiment is None else f", at {passes_per_step(experiment):g} passes per step"
+    return f"{said}{cost}{OURS if verdict.claim.endswith(OURS) else ''}."

@@ -1,0 +1,76 @@
+"""The first screen of a report: totals without repetition, and the largest effects in a sentence each."""
+
+from flatmin.lab.report.answer import MOST_SENTENCES, answer
+from flatmin.lab.runs.record import RunRecord
+from flatmin.lab.spec.experiment import Experiment, Optim
+from flatmin.lab.studies.findings import Comparison, Findings, Verdict
+from flatmin.lab.studies.statistics import Interval
+
+RECORDS = {
+    "sgd": RunRecord(name="sgd", state="finished", experiment=Experiment()),
+    "sam": RunRecord(name="sam", state="finished", experiment=Experiment(optim=Optim(rho=0.1))),
+    "part": RunRecord(name="part", state="finished", experiment=Experiment(optim=Optim(rho=0.1, part=1 / 8))),
+}
+
+
+def verdict(status, mean, condition="40 %", method="SAM", run="sam", ours=""):
+    compared = Comparison(
+        name=f"{method} - SGD",
+        difference=Interval(mean, 0.66),
+        quantity="test error",
+        p_value=0.0001,
+        p_holm=0.0004,
+        num_pairs=5,
+        runs=("sgd", run),
+    )
+    claim = f"{condition}: {method} has a lower test error than SGD.{ours}"
+    return Verdict(claim=claim, status=status, evidence="", comparisons=[compared])
+
+
+def findings(item, *verdicts):
+    return Findings(item=item, scale="laptop", title=item, source="Table 4", about_scale="", verdicts=verdicts)
+
+
+def test_an_effect_is_told_with_its_interval_its_certainty_and_its_cost():
+    small = verdict("not reproduced", 1.58, "20 %", "SAM on 1/8", "part")
+    noise = findings("label-noise", verdict("reproduced", -13.04), small)
+    told = answer([noise, findings("other")], RECORDS)
+    assert told["sentences"] == [
+        "label-noise, 40 %: SAM lowers the test error by 13.0 ± 0.7 points vs. SGD (n = 5, p < 0.001), "
+        "at 2 passes per step.",
+        "label-noise, 20 %: SAM on 1/8 raises the test error by 1.6 ± 0.7 points vs. SGD (n = 5, p < 0.001), "
+        "at 1.125 passes per step.",
+    ]
+    assert told["headline"].startswith("SAM has a significantly lower test error than its baseline in 1 of the 2 ")
+
+
+def test_totals_count_a_claim_of_the_paper_once():
+    """Items that repeat comparisons, and claims of our own, are not in them."""
+    table = findings("table1", verdict("reproduced", -2.0), verdict("reproduced", -3.0, ours=" (ours)"))
+    repeated = [findings(item, verdict("not tested", -1.0)) for item in ("error-reduction", "rho-0.05")]
+    told = answer([table, *repeated], RECORDS)
+    assert told["tally"] == [("reproduced", 1)]
+    assert " in 1 of the 1 comparisons " in told["headline"]
+    assert told["sentences"][0].endswith("per step (ours).")
+
+
+def test_what_cannot_tell_is_no_effect():
+    told = answer(
+        [findings("table1", verdict("inconclusive", -2.0), verdict("not tested at this scale", -9.0))], RECORDS
+    )
+    assert told["sentences"] == []
+    assert " in 0 of the 1 comparisons " in told["headline"]
+    assert told["tally"] == [("inconclusive", 1), ("not tested at this scale", 1)]
+
+
+def test_of_many_effects_the_largest_are_told_and_it_says_so():
+    many = findings("table1", *(verdict("reproduced", -float(size), f"{size} epochs") for size in range(1, 9)))
+    told = answer([many], RECORDS)
+    assert len(told["sentences"]) == MOST_SENTENCES
+    assert told["sentences"][0].startswith("8 epochs: SAM lowers the test error by 8.0 ± 0.7")
+    assert told["lead"] == "The 6 largest of 8 effects:"
+
+
+def test_without_verdicts_there_is_nothing_to_answer():
+    told = answer([findings("runs")], {})
+    assert (told["tally"], told["headline"], told["sentences"]) == ([], "", [])

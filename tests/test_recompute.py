@@ -1,0 +1,187 @@
+"""experiments/recompute_report.py: an independent computation of every number on the pages of results/."""
+
+import ast
+import dataclasses
+import json
+import random
+import re
+import shutil
+from functools import cache
+from pathlib import Path
+
+import pytest
+import recompute_report
+from recompute.runs import Study
+from rich.console import Console
+
+from flatmin.lab.commands.collect import Collect
+from flatmin.lab.foret2021.items import ITEMS
+from flatmin.lab.runs.record import Records, write_records
+from flatmin.lab.studies.study import planned_jobs, run_study
+from flatmin.lab.sweeps.sweep import unite
+from invented_runs import invented
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "results"
+PAPER, CHEAP, DEMO = "foret2021-laptop", "cheap-sam-laptop", "demo"
+NUMBER = r"(\d+(?:\.\d+)?)"
+
+
+@cache
+def study(name):
+    return Study(RESULTS / name)
+
+
+@pytest.mark.parametrize(("name", "least"), [(PAPER, 7000), (CHEAP, 6000), (DEMO, 1200)])
+def test_it_agrees_with_every_number_of_a_page(name, least):
+    tally = recompute_report.check(RESULTS / name, study(name))
+    assert tally.wrong == []
+    assert sum(tally.checked.values()) >= least
+    assert {why for why, _, _ in tally.not_checked} == {"text"}
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [
+        (PAPER, rf"items at scale laptop, from {NUMBER} finished"),
+        (PAPER, rf"finished runs \({NUMBER} h"),
+        (PAPER, rf"\*\*{NUMBER} inconclusive\*\*"),
+        (PAPER, rf"baseline in {NUMBER} of the \d+ comparisons"),
+        (PAPER, rf"lowers the test error by {NUMBER} ± "),
+        (PAPER, rf"lowers the test error by .* at {NUMBER} passes"),
+        (CHEAP, rf"The 6 largest of {NUMBER} effects"),
+        (PAPER, rf"\| \*\*reproduced\*\* \| .{NUMBER} ± "),
+        (PAPER, rf"\| \*\*reproduced\*\* \| .[\d.]+ ± {NUMBER}"),
+        (PAPER, rf"\| \*\*reproduced\*\* \|[^(]*\(.{NUMBER} %\)"),
+        (PAPER, rf"points \(.\d+ %\) \| {NUMBER} \|"),
+        (PAPER, rf"points \(.\d+ %\) \| \d+ \| p = {NUMBER} \|"),
+        (PAPER, rf"\| p = [\d.]+ \| {NUMBER} min"),
+        (PAPER, rf"- \*\*reproduced\*\*: .* -{NUMBER} ± [\d.]+ points over"),
+        (PAPER, rf"± [\d.]+ points over {NUMBER} pairs"),
+        (PAPER, rf"points over \d+ pairs, p = {NUMBER} \(Holm"),
+        (PAPER, rf"\(Holm's correction for {NUMBER} comparisons\)"),
+        (PAPER, rf"ends with a training error of {NUMBER} %"),
+        (PAPER, rf"\(SGD\); difference .{NUMBER} ± "),
+        (PAPER, rf"; {NUMBER} from fashion-mnist-wrn-10-2-sgd"),
+        (PAPER, rf"\| {NUMBER} ± [\d.]+ \(n = 5\)"),
+        (PAPER, rf"\| [\d.]+ ± {NUMBER} \(n = 5\)"),
+        (PAPER, rf"\(n = {NUMBER}\)"),
+        (PAPER, rf"\(SAM - SGD, 5 pairs; p = {NUMBER}, Holm"),
+        (PAPER, rf"\(SAM - SGD, 5 pairs; p = [\d.]+, Holm p = {NUMBER}\)"),
+        (PAPER, rf"difference, p, Holm's p: .{NUMBER}, "),
+        (PAPER, rf"\| {NUMBER} \(n = 1\) \| chosen"),
+        (PAPER, rf"\(sign test, p = {NUMBER}\)"),
+        (PAPER, rf"; standard deviation {NUMBER}\)"),
+        (PAPER, rf"less than {NUMBER} points; more than"),
+        (PAPER, rf"\| {NUMBER} \(n = 47\)"),
+        (PAPER, rf"\(n = 47\) \| [\d.]+ to {NUMBER}"),
+        (PAPER, rf"47 models, p = {NUMBER}"),
+        (PAPER, rf"bounds are vacuous, above an error of 1: {NUMBER}"),
+        (PAPER, rf"pairs show a difference of {NUMBER} points"),
+        (PAPER, rf"\*\*{NUMBER} runs of this item are missing"),
+        (PAPER, rf"\| SAM \| 20 \| {NUMBER} ±"),
+        (PAPER, rf"\| learning rate \| {NUMBER} \| ours"),
+        (PAPER, rf"-seed0 \| 0 \| \d+ \| [\d.]+ \| \N{{EN DASH}} \| {NUMBER} \|"),
+        (CHEAP, rf"\| {NUMBER} % \| [\d.]+ ± [\d.]+ points \(n = 5\)"),
+        (CHEAP, rf"\(n = 5\) \| \d+ % \| {NUMBER} ± "),
+        (CHEAP, rf"\*\*kept\*\*: .* p = {NUMBER}; Holm"),
+        (CHEAP, rf"\| part 1/8 \| {NUMBER} \| "),
+        (CHEAP, rf"\| part 1/8 \| 1.125 \| {NUMBER} \| "),
+        (CHEAP, rf"\| Pareto front \| 1.25 \| {NUMBER} \|"),
+        (DEMO, rf"paired t-test over 3 seeds, p = {NUMBER}\)"),
+        (DEMO, rf"the test errors are {NUMBER} %"),
+        (DEMO, rf"smoothed with a Gaussian of width {NUMBER}\."),
+    ],
+)
+def test_one_number_that_is_changed_is_found(name, pattern, tmp_path):
+    """One of each kind, by two in its last digit."""
+    page = (RESULTS / name / "report.md").read_text()
+    match = re.search(pattern, page)
+    last = match.end(1) - 1
+    digit = int(page[last])
+    changed = page[:last] + str(digit + 2 if digit < 8 else digit - 2) + page[last + 1 :]
+    (tmp_path / "report.md").write_text(changed)
+    assert recompute_report.check(tmp_path, study(name)).wrong != []
+
+
+def test_a_verdict_and_a_choice_that_are_changed_are_found(tmp_path):
+    page = (RESULTS / PAPER / "report.md").read_text()
+    for old, new in (
+        ("- **reproduced**", "- **inconclusive**"),
+        ("| chosen |", "|  |"),
+        ("rho at the edge", "rho at"),
+    ):
+        (tmp_path / "report.md").write_text(page.replace(old, new, 1))
+        assert recompute_report.check(tmp_path, study(PAPER)).wrong != [], old
+
+
+def test_a_run_that_is_left_out_is_found(tmp_path):
+    """All means and intervals agree with the runs that the page links: but one is stored that it does not link."""
+    for file in (RESULTS / DEMO).glob("*.json"):
+        shutil.copy(file, tmp_path)
+    shutil.copy(RESULTS / DEMO / "report.md", tmp_path)
+    lines = (RESULTS / DEMO / "runs.jsonl").read_text().splitlines()
+    more = json.loads(lines[0]) | {"name": "digits-cnn-16-sam0.0707107-0aaafb827d-seed9", "seed": 9}
+    (tmp_path / "runs.jsonl").write_text("\n".join([*lines, json.dumps(more)]))
+    assert any("seed9" in line for line in recompute_report.check(tmp_path).wrong)
+
+
+@pytest.mark.parametrize("most_runs", [None, 40])
+def test_it_agrees_with_a_page_whose_missing_runs_have_come(most_runs, tmp_path):
+    """Tables 1, 5 and 9 with invented runs: all of them, with grids that grow, or some; and what sums them up."""
+    names = ("error-reduction", "table1", "imagenet", "fine-tuning", "svhn-fashion", "rho-0.05")
+    items = [ITEMS[name] for name in names]
+    known = Records(RESULTS / PAPER)
+    sessions = next(iter(known.values())).sessions
+    made = []
+
+    def metrics(job):
+        made.append(job)
+        if most_runs is not None and len(made) > most_runs:
+            return None
+        e, rng = job.experiment, random.Random(job.name)
+        rho = e.optim.rho_number if e.optim.uses_sam else 0.0
+        error = 0.45 - 0.02 * (e.epochs > 200) + rng.gauss(0, 0.006)
+        error -= (0.04 - 0.005 * abs(rho - 2.5)) * (rho > 0)  # the grid grows to where rho is best
+        found = {"train_loss": 0.01, "train_error": 0.05 * (e.data.augment == "cutout"), "test_error": error}
+        found |= {"test_loss": 4 * error + rng.gauss(0, 0.01), "test_ece": error / 2}
+        return found | ({"valid_error": error} if e.data.validation else {})
+
+    def sweep(jobs, what):
+        records = invented(metrics)(jobs, what)
+        return {n: dataclasses.replace(r, sessions=sessions) if r.experiment else r for n, r in records.items()}
+
+    for item in items:
+        run_study(item, "laptop", known, sweep)
+    jobs = unite(job for item in items for job in planned_jobs(item, "laptop", known).values())
+    write_records(tmp_path, [known[name] for name in jobs if known[name].is_complete], {})
+    about = json.loads((RESULTS / PAPER / "study.json").read_text()) | {"items": [item.name for item in items]}
+    (tmp_path / "study.json").write_text(json.dumps(about))
+    shutil.copy(RESULTS / PAPER / "plan.json", tmp_path)
+    Collect(tmp_path, tmp_path, allow_unknown_code=True).run(Console(quiet=True))
+    tally = recompute_report.check(tmp_path)
+    assert tally.wrong == []
+    assert {why for why, _, _ in tally.not_checked} == {"text"}
+    assert tally.checked["gate"] > 0
+    assert tally.checked["runs"] > 250
+
+
+def test_it_imports_nothing_of_flatmin():
+    files = [ROOT / "experiments" / "recompute_report.py", *(ROOT / "experiments" / "recompute").glob("*.py")]
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            allowed = ("recompute", "numpy", "scipy", *["ast", "copy", "collections", "dataclasses", "functools"])
+            allowed += ("itertools", "json", "math", "pathlib", "re", "statistics", "sys")
+            assert all(name.partition(".")[0] in allowed for name in names), (file, names)
+
+
+def test_the_command_line_says_what_was_checked_and_ends_with_1_if_a_page_is_wrong(tmp_path, capsys):
+    shutil.copytree(RESULTS / DEMO, tmp_path / DEMO)
+    assert recompute_report.main([str(tmp_path / DEMO)]) == 0
+    assert re.search(r"demo: [\d,]+ numbers checked .* 0 disagree", capsys.readouterr().out)
+    page = tmp_path / DEMO / "report.md"
+    page.write_text(page.read_text().replace("24 finished runs", "25 finished runs"))
+    assert recompute_report.main([str(tmp_path / DEMO)]) == 1
+    assert "head: the page says 25, the runs say 24" in capsys.readouterr().out
