@@ -23,6 +23,8 @@ from recompute.verdicts import check_verdicts, gate
 from scipy import stats
 
 RESULTS = Path(__file__).parents[1] / "results"
+NOT_YET = ("rho-rule-laptop",)
+"""Studies whose pages this script does not know; it says so."""
 ERRORS = ("train_error", "valid_error", "test_error")
 
 
@@ -262,6 +264,9 @@ def main(arguments):
     """Print what was checked; return the exit code."""
     directories = [Path(a) for a in arguments] or sorted(p.parent for p in RESULTS.glob("*/report.md"))
     wrong = 0
+    for directory in (d for d in directories if d.name in NOT_YET):
+        print(f"{directory.name}: not checked, this script does not know its page.")
+    directories = [directory for directory in directories if directory.name not in NOT_YET]
     for directory in directories:
         tally = check(directory)
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in tally.checked.most_common())

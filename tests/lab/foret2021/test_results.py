@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "results"
 
 
-@pytest.mark.parametrize("study", ["foret2021-laptop", "cheap-sam-laptop", "demo"])
+@pytest.mark.parametrize("study", ["foret2021-laptop", "cheap-sam-laptop", "rho-rule-laptop", "demo"])
 def test_collected_again_every_file_has_the_same_bytes(study, tmp_path):
     """The runs themselves, the page and every figure; and there are no others."""
     for file in ("runs.jsonl", "environments.json", "study.json", "plan.json"):
