@@ -84,7 +84,8 @@ def scores(study, item):
         values = [facts(r, "sharpness", m=m)["m_sharpness"] for r in models.values()]
         rng, measure, gap = np.random.default_rng(0), np.array(values), np.array(gaps)
         sets = _cells(tuple(grid))
-        null = [min(information(rng.permutation(measure), gap, s) for s in sets) for _ in range(NUM_SHUFFLES)]
+        shuffles = [rng.permutation(measure) for _ in range(NUM_SHUFFLES)]
+        null = [min(information(shuffled, gap, s) for s in sets) for shuffled in shuffles]
         low, high = np.quantile(null, [0.025, 0.975])
         tau = float(stats.kendalltau(values, gaps).statistic)
         found[None if m == size else m] = Score(values, gaps, grid, score_of(values, gaps, grid), (low, high), tau)

@@ -80,6 +80,15 @@ def test_the_null_holds_95_percent_of_shuffled_measures():
     assert 0 <= found.null_low < np.median(scores) < found.null_high <= 1
 
 
+def test_the_null_is_the_score_of_shuffled_measures():
+    """One shuffle for all sets of hyperparameters, as the score has one measure for all."""
+    measure, gap = random_case(3)
+    rng = np.random.default_rng(5)
+    scores = [predictive_power(rng.permutation(measure), gap, GRID, permutations=1).score for _ in range(50)]
+    found = predictive_power(measure, gap, GRID, permutations=50, seed=5)
+    assert (found.null_low, found.null_high) == pytest.approx(tuple(np.quantile(scores, [0.025, 0.975])))
+
+
 def test_the_bias_of_few_models_shows_in_the_null():
     """With 8 models a shuffled measure scores 0.25 on average, with 32 close to nothing."""
     small = list(itertools.product((0, 1), repeat=3))

@@ -97,7 +97,8 @@ def predictive_power(
             "models for each pair of values (other hyperparameters, or seeds as one of them)."
         )
     rng = np.random.default_rng(seed)
-    null = [min(_information(rng.permutation(mu), g, cells[s]) for s in scored) for _ in range(permutations)]
+    shuffles = [rng.permutation(mu) for _ in range(permutations)]  # as the score, one measure for all sets
+    null = [min(_information(shuffled, g, cells[s]) for s in scored) for shuffled in shuffles]
     low, high = np.quantile(null, [0.025, 0.975])
     tau = float(kendalltau(mu, g).statistic)
     return Score(min(per_set[s] for s in scored), float(low), float(high), tau, per_set, len(mu))

@@ -14,7 +14,7 @@ from flatmin.lab.demo.study import DEMO, METHODS, NOISE_RATES, demo_experiments,
 from flatmin.lab.report import write_report
 from flatmin.lab.runs.record import Records
 from flatmin.lab.spec.experiment import Model
-from flatmin.lab.studies.contrasts import Contrast
+from flatmin.lab.studies.contrasts import Contrast, Family
 from flatmin.lab.studies.findings import Cell, LineFigure, SurfaceFigure
 from flatmin.lab.studies.study import describe, run_study
 from flatmin.lab.sweeps.measurements import Landscape, Spectrum
@@ -148,7 +148,18 @@ def _check_page(page, found):
 def test_the_verdict_says_only_what_the_seeds_show(sgd, sam, said, status):
     numbers = [{seed: v for seed, v in enumerate(values) if math.isfinite(v)} for values in (sam, sgd)]
     names = {"quantity": "test error", "lower_name": "SAM", "higher_name": "SGD"}
-    judged = verdict(0.4, Contrast(**names, lower=numbers[0], higher=numbers[1], num_asked=2))
+    contrast = Contrast(**names, lower=numbers[0], higher=numbers[1], num_asked=2)
+    judged = verdict(0.4, contrast, Family([contrast]))
     assert said in judged.evidence
     assert judged.status == status
     assert judged.claim == "With 40 % noisy labels, SAM has a lower test error than SGD."
+
+
+def test_p_values_are_corrected_for_all_comparisons_of_the_demo():
+    names = {"quantity": "test error", "lower_name": "SAM", "higher_name": "SGD", "num_asked": 3}
+    clear = Contrast(**names, lower={0: 10.0, 1: 11.0, 2: 12.5}, higher={0: 20.0, 1: 22.0, 2: 21.0})
+    family = Family([clear, *(Contrast(**names, lower={0: 1.0, 1: s, 2: 3.0}, higher={0: 2.0, 1: 1.0, 2: 3.5 - s})
+                              for s in (1.0, 2.0, 3.0))])  # fmt: skip
+    judged = verdict(0.4, clear, family)
+    assert family.p_holm(clear) == pytest.approx(4 * clear.p_value)
+    assert f"Holm's correction for 4 comparisons, p = {4 * clear.p_value:.3f}" in judged.evidence

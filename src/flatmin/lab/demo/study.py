@@ -19,7 +19,7 @@ from flatmin.lab.studies.study import Item, Known, Scale
 from flatmin.lab.sweeps.jobs import Job
 from flatmin.lab.sweeps.measurements import Landscape, Sharpness, Spectrum
 
-SEEDS = (0, 1, 2)
+SEEDS = (0, 1, 2, 3, 4)
 NOISE_RATES = (0.0, 0.4)
 TRAIN_SIZE, VALIDATION, BATCH_SIZE, EPOCHS = 500, 0.5, 64, 30
 PART = 1 / 8
@@ -40,7 +40,7 @@ TITLE, SOURCE = "SGD and SAM, with clean and with noisy labels", "flatmin demo"
 ABOUT = (
     "A small model trained with SGD, with SGD for twice as many epochs (SAM computes two gradients per step), with "
     "SAM, and with SAM on an eighth of each batch (1.125 gradients per step); with clean labels, and with 40 % of the "
-    "training labels replaced by another class. Three seeds each; test errors on 500 other digits with clean labels."
+    "training labels replaced by another class. Five seeds each; test errors on 500 other digits with clean labels."
 )
 NOTES = (
     "m-sharpness: how far the training loss rises within rho = 0.05 on subsets of 64 examples. lambda_max: the largest "
@@ -106,7 +106,9 @@ def demo(scale: Scale, known: Known) -> Findings:
     asked = replicas_of(demo_jobs(scale, known), known)
     models = {noise: {m: replace(asked[noise, m], name=m) for m in METHODS} for noise in NOISE_RATES}
     settings = demo_settings()
-    judged = [verdict for noise in NOISE_RATES for verdict in _verdicts(models[noise], noise)]
+    contrasts = [(noise, contrast) for noise in NOISE_RATES for contrast in _contrasts(models[noise])]
+    family = Family([contrast for _, contrast in contrasts])
+    judged = [verdict(noise, contrast, family) for noise, contrast in contrasts]
     return Findings(
         item="demo",
         scale="",
@@ -129,18 +131,19 @@ def demo(scale: Scale, known: Known) -> Findings:
     )
 
 
-def verdict(noise: float, contrast: Contrast) -> Verdict:
+def verdict(noise: float, contrast: Contrast, family: Family) -> Verdict:
     """Say in one sentence what SAM did to the test error, and no more than the seeds can show."""
     sam, sgd = contrast.lower_name, contrast.higher_name
     claim = f"With {_labels(noise)}, {sam} has a lower test error than {sgd}."
-    judged = Family([contrast]).judge(claim, [contrast])
+    judged, p_value = family.judge(claim, [contrast]), family.p_holm(contrast)
     if len(contrast.differences) < contrast.num_asked:
         return judged
     change = f"{mean(contrast.higher.values()):.1f} % ({sgd}) and {mean(contrast.lower.values()):.1f} % ({sam})"
-    test = f"paired t-test over {len(contrast.differences)} seeds, {p_text(contrast.p_value)}"
+    correction = f", {text}" if (text := family.correction([contrast])) else ""
+    test = f"paired t-test over {len(contrast.differences)} seeds{correction}, {p_text(p_value)}"
     if judged.status == "not tested":
         said = f"the test errors are {change}: the same difference for all seeds, so no test is possible."
-    elif contrast.p_value >= SIGNIFICANT:
+    elif p_value >= SIGNIFICANT:
         said = f"the test errors are {change}: no significant difference ({test})."
     else:
         direction = "lower" if judged.status == "reproduced" else "higher"
@@ -152,14 +155,12 @@ def _labels(noise: float) -> str:
     return f"{noise:.0%} noisy labels".replace("%", " %") if noise else "clean labels"
 
 
-def _verdicts(models: ByMethod, noise: float) -> list[Verdict]:
+def _contrasts(models: ByMethod) -> list[Contrast]:
     """Compare every method that has SAM with the better baseline, as the paper does (Section 3.1)."""
     baselines = [models[method] for method in BASELINES]
     known = [m for m in baselines if m.by_seed("test_error")] or baselines
     best = min(known, key=lambda m: mean(m.by_seed("test_error").values()))
-    return [
-        verdict(noise, m.lower_than(best, "test error", "test_error")) for m in models.values() if m not in baselines
-    ]
+    return [m.lower_than(best, "test error", "test_error") for m in models.values() if m not in baselines]
 
 
 def _results(models: Mapping[float, ByMethod]) -> Table:
