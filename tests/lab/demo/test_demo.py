@@ -6,6 +6,7 @@ import math
 import re
 
 import pytest
+from markupsafe import escape
 from rich.console import Console
 
 from flatmin.lab.commands.demo import Demo, print_results
@@ -127,7 +128,7 @@ def _check_page(page, found):
     """It stands alone and shows verdicts, table and figures."""
     assert page.count("<svg") == 6 + 1
     # First the result and the pictures, then the table, then the claims with their tests.
-    order = [page.index(text) for text in (found.headline, "<svg", found.tables[0].title, "All claims")]
+    order = [page.index(text) for text in (escape(found.headline), "<svg", found.tables[0].title, "All claims")]
     assert order == sorted(order)
     assert not re.search(r"(src|href)=\"(?![#])", page)
     assert all(text in page for text in ("What was run.", "validation error", "Alpaydin"))
