@@ -185,14 +185,14 @@ def _kept(item, claim, status, compared, where):
 
 
 def _in_words(item, evidence, c, where):
-    """Check the demo's sentence, with both errors and an uncorrected p-value; its baseline is the better one too."""
-    match = re.search(
-        rf"([\d.]+) % \((.+?)\) and ([\d.]+) % \((.+?)\).*paired t-test over (\d+) seeds, ({P_VALUE})\)", evidence
-    )
+    """Check the demo's sentence, with both errors and the p-value; its baseline is the better one too."""
+    test = rf"paired t-test over (\d+) seeds, Holm's correction for (\d+) comparisons, ({P_VALUE})\)"
+    match = re.search(rf"([\d.]+) % \((.+?)\) and ([\d.]+) % \((.+?)\).*{test}", evidence)
     item.tally.number("mean", where, match[1], interval(list(c.high.values()))[0])
     item.tally.number("mean", where, match[3], interval(list(c.low.values()))[0])
     item.tally.same("n", where, int(match[5]), len(c.seeds))
-    item.tally.p_value("p", where, match[6], c.p)
+    item.tally.same("size of a family", where, int(match[6]), c.family)
+    item.tally.p_value("Holm's p", where, match[7], c.p_holm)
     item.tally.same("label", where, (match[4], match[2]), c.names, 0)
     labels = next(e.row[0] for e in item.entries if e.runs[0]["name"] == c.runs[0]["name"])
     words = "clean labels" if labels == "0%" else f"{labels[:-1]} % noisy labels"

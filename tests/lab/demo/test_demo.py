@@ -78,13 +78,13 @@ def test_a_small_demo_from_runs_to_the_page(tmp_path, monkeypatch):
     _check_figures(found)
     _check_page(write_report([found], known=known, out=tmp_path, title="").read_text(), found)
     output = io.StringIO()
-    print_results(found, Console(file=output, width=200))
+    print_results(found, Console(file=output, width=400))
     for row in found.tables[0].rows:
         assert all(str(c.measured) in output.getvalue() for c in row if isinstance(c, Cell) and c.unit == "%")
     assert all(verdict.evidence in output.getvalue() for verdict in found.verdicts)
 
     # With all runs there, the command starts no process.
-    Demo(runs=runs).run(Console(file=output, width=200))
+    Demo(runs=runs).run(Console(file=output, width=400))
     assert (runs / "index.html").exists()
     assert str(runs / "index.html") in output.getvalue().replace("\n", "")
     assert describe(DEMO, "laptop", Records(runs)) == found

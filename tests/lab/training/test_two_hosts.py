@@ -1,6 +1,7 @@
 """Two hosts that share no file system, under torchrun with gloo."""
 
 import json
+import re
 import shutil
 import time
 
@@ -104,5 +105,6 @@ def test_data_that_one_host_lacks_is_reported_once(hosts):
     text = first[0] + second[0]
     assert text.count("error: folder:") == 1, text
     assert "(worker 1 on " in text
-    assert text.count("Traceback") == text.count("ChildFailedError:"), text  # torchrun's own
+    # Tracebacks are torchrun's own: of the worker that failed, and of a host whose partner is gone.
+    assert not re.search(r'File "[^"]*flatmin/(lab|core|cli)', text), text
     assert not (hosts[0].disk / "missing").exists() or not list((hosts[0].disk / "missing").iterdir())
