@@ -1,5 +1,5 @@
 # Each target sets up all it needs (a .venv, the install) and is fast when repeated.
-.PHONY: demo test lint bench docs test-versions
+.PHONY: demo test test-recipes lint bench docs test-versions
 .DEFAULT_GOAL := test
 
 PYTHON ?= python3
@@ -21,6 +21,11 @@ demo: $(READY)
 
 test: $(READY)
 	@$(BIN)/python -m pytest
+
+# The recipes in the libraries that the group `dev` does not have, because they are large: 1 GB together.
+test-recipes: $(READY)
+	@$(PIP) --group recipes
+	@$(BIN)/python -m pytest tests/test_recipes_in_libraries.py -rs
 
 lint: $(READY)
 	@$(BIN)/ruff check .

@@ -1,8 +1,7 @@
 """The recipes of docs/recipes.md in the libraries themselves, where they are installed.
 
-The group ``dev`` has lightly, PyTorch Geometric and stable-baselines3. TRL, fastai, MMEngine and Ultralytics are too
-large for it, with 200 to 400 MB each, so their tests are skipped in continuous integration. To run them:
-``pip install trl fastai mmengine ultralytics``. tests/test_recipes.py runs these recipes in loops of the same shape.
+The group ``dev`` has lightly, PyTorch Geometric and stable-baselines3. ``make test-recipes`` installs the others, TRL,
+fastai, MMEngine and Ultralytics, and runs this file. tests/test_recipes.py runs the recipes in loops of the same shape.
 """
 
 import copy
