@@ -88,7 +88,7 @@ def test_shell_completion_is_printed_as_documented(shell, capsys):
 def test_users_get_extras_and_developers_groups():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert list(project["project"]["optional-dependencies"]) == ["lab", "ray"]
-    assert set(project["dependency-groups"]) == {"dev", "docs"}
+    assert set(project["dependency-groups"]) == {"dev", "docs", "recipes"}
     command = "--group dev -e"
     assert all(command in (ROOT / name).read_text() for name in ("Makefile", "CONTRIBUTING.md", "pyproject.toml"))
 
