@@ -16,16 +16,29 @@ STEPS = 3
 SIZES = [5, 3]  # of the micro-batches of each worker
 
 
-def make_model(batch_norm=False, unused=False):
+def make_model(layer=None, unused=False):
     torch.manual_seed(0)
-    return Net(batch_norm, unused).double()
+    return Net(layer, unused).double()
+
+
+class Memory(nn.Module):
+    """Adds a buffer to its input, and then moves the buffer to the input's mean: it enters the forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("vector", torch.zeros(4))
+
+    def forward(self, x):
+        out = x + self.vector.clone()
+        self.vector.add_(x.detach().mean(0))
+        return out
 
 
 class Net(nn.Module):
-    def __init__(self, batch_norm, unused):
+    def __init__(self, layer, unused):
         super().__init__()
         self.first = nn.Linear(3, 4)
-        self.norm = nn.BatchNorm1d(4) if batch_norm else nn.Identity()
+        self.norm = {"batch norm": lambda: nn.BatchNorm1d(4), "memory": Memory, None: nn.Identity}[layer]()
         self.last = nn.Linear(4, 1)
         self.extra = nn.Linear(4, 1) if unused else None
         self.never = nn.Linear(4, 1) if unused else None
@@ -53,9 +66,9 @@ def loss_of(model, batch, use_extra=False):
     return ((model(batch[0], use_extra) - batch[1]) ** 2).mean()
 
 
-def train(rank, way, settings, ddp_settings, batch_norm, unused):
+def train(rank, way, settings, ddp_settings, layer, unused):
     """Train some steps; return weights, buffers of each step, and how often gradients were reduced."""
-    ddp = DistributedDataParallel(make_model(batch_norm, unused), **ddp_settings)
+    ddp = DistributedDataParallel(make_model(layer, unused), **ddp_settings)
     ddp.register_comm_hook(None, allreduce_hook)  # which calls dist.all_reduce, where it can be counted
     opt = SAM(torch.optim.SGD(ddp.parameters(), lr=0.1), rho=0.3, model=ddp, **settings)
     buffers = []
@@ -144,7 +157,7 @@ def rest_that_drops_gradients(rank):
 
 def suggestion(rank, sync, ddp_settings):
     """Return what suggest_rho finds, and whether it left gradients, buffers and DDP as they were."""
-    ddp = DistributedDataParallel(make_model(batch_norm=False), **ddp_settings)
+    ddp = DistributedDataParallel(make_model(), **ddp_settings)
     ddp.module.register_buffer("own", torch.tensor(float(rank)))  # which DDP would share
     opt = SAM(torch.optim.SGD(ddp.parameters(), lr=0.1), model=ddp, sync_perturbation=sync)
     for _ in range(2):  # DDP makes its buckets anew after the first pass

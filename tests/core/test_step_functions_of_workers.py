@@ -57,7 +57,7 @@ def reference(way, sync):
 def test_ddp_gives_functions_local_gradients_or_reduced_ones(two_processes, way, sync, bucket_views):
     settings = {**FUNCTIONS, "sync_perturbation": sync}
     ddp_settings = {"gradient_as_bucket_view": bucket_views}
-    for got in two_processes.run(ddp_cases.train, way, settings, ddp_settings, False, False):
+    for got in two_processes.run(ddp_cases.train, way, settings, ddp_settings, None, False):
         torch.testing.assert_close(got["weights"], reference(way, sync), rtol=1e-9, atol=1e-11)
         if way in ("closure", "list") and not sync:
             assert len(got["reductions"]) == ddp_cases.STEPS, "one per step"
@@ -66,7 +66,7 @@ def test_ddp_gives_functions_local_gradients_or_reduced_ones(two_processes, way,
 def test_two_passes_under_ddp_must_share_what_is_combined(two_processes):
     settings = {**FUNCTIONS, "sync_perturbation": False}
     with pytest.raises(RuntimeError, match=r"perturbed\(\) with combine under DistributedDataParallel"):
-        two_processes.run(ddp_cases.train, "perturbed", settings, {}, False, False)
+        two_processes.run(ddp_cases.train, "perturbed", settings, {}, None, False)
 
 
 @pytest.mark.parametrize("way", ["closure", "perturbed"])

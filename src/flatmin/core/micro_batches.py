@@ -47,7 +47,7 @@ def micro_batch_gradient(
                 total.take(share)
             else:
                 if rest is not None and measured:
-                    before.restore()  # as for the rest: all start from the same state
+                    before.begin_again()  # as for the rest: all start from the same state
                 in_total = Share(total, share, weight)
                 measured.append(passes.sam_gradient(closure, share=in_total, keep_state=rest is None))
         metrics = weighted_mean([one.metrics for one in measured], [share / corrected for share in own])
@@ -55,7 +55,7 @@ def micro_batch_gradient(
         if rest is None:
             put_reduced(passes, total)
             return SAMPasses(metrics, loss)
-        before.restore()  # the few examples of a part would make noisy statistics: the rest's count
+        before.begin_again()  # the few examples of a part would make noisy statistics: the rest's count
         rest_loss = shares[-1] * _add_rest(passes, rest, shares[-1], total)
     except BaseException:
         before.restore()

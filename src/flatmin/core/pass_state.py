@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from flatmin.core import ddp
 from flatmin.core.dtensor import is_sharded, local_part
 from flatmin.core.rng import RandomState
 
@@ -44,6 +45,9 @@ class ModelState:
     @torch.no_grad()
     def __init__(self, model: nn.Module | None, parameters: Iterable[Tensor] = (), *, entering: bool = False) -> None:
         self._saved: list[_Saved] = []
+        self._ddp = ddp.unwrap(model)
+        # Whether the next forward pass replaces the buffers by rank 0's.
+        self._is_shared_next = getattr(self._ddp, "require_forward_param_sync", None)
         if model is None:
             return
         parameters = list(parameters)
@@ -82,6 +86,12 @@ class ModelState:
             if copy is not None:
                 (local_part(tensor) if data is None else tensor).copy_(copy)
 
+    def begin_again(self, *, without: Iterable[Tensor] = ()) -> None:
+        """Put the values back for another pass, which under DDP starts from rank 0's buffers if the last one did."""
+        self.restore(without=without)
+        if self._saved and self._is_shared_next is not None:
+            self._ddp.require_forward_param_sync = self._is_shared_next
+
 
 def _save(tensors: Tensors, name: str, tensor: Tensor, *, copy: bool = True) -> _Saved:
     if type(tensor) in (Tensor, nn.Parameter):
@@ -110,7 +120,7 @@ class PassState:
     def restore(self) -> None:
         """Make the next pass start from here."""
         self.random.restore()
-        self.model.restore()
+        self.model.begin_again()
 
 
 @contextlib.contextmanager

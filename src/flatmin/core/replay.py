@@ -89,7 +89,7 @@ class Replay:
         begin = self._first_forward if self._forwards else zeroed
         if begin is not None:
             # Another optimizer may have moved parameters of the same model, which are not ours to put back.
-            begin.model.restore(without=[p for block in _open_blocks for p in block._parameters()])
+            begin.model.begin_again(without=[p for block in _open_blocks for p in block._parameters()])
         is_outermost = not _open_blocks
         _open_blocks.append(self)
         try:
