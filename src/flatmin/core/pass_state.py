@@ -98,10 +98,10 @@ class PassState:
         True
     """
 
-    def __init__(self, model: nn.Module | None, parameters: Iterable[Tensor], *, entering: bool = True) -> None:
+    def __init__(self, model: nn.Module | None, parameters: Iterable[Tensor]) -> None:
         parameters = list(parameters)
         self.random = RandomState(dict.fromkeys(p.device for p in parameters))
-        self.model = ModelState(model, parameters, entering=entering)
+        self.model = ModelState(model, parameters, entering=True)
 
     def restore(self) -> None:
         """Make the next pass start from here."""

@@ -161,7 +161,8 @@ class SAM(OptimizerWrapper):
         if direction == "random":
             shared = sync_perturbation or any(dtensor.is_sharded(p) for p in self._passes.parameters())
             replica = 0 if sync_perturbation else ddp.replica_of(model)
-            self.generator = generator or direction_generator(self._passes.devices()[0], shared=shared, replica=replica)
+            device = next(self._passes.parameters()).device
+            self.generator = generator or direction_generator(device, shared=shared, replica=replica)
             self.param_groups[0][GENERATOR_KEY] = self.generator.get_state()
 
     # What can be read and changed.

@@ -246,10 +246,6 @@ class StepPasses:
         groups = [group for group, radius in zip(self.base.param_groups, radii, strict=True) if radius > 0]
         return [p for p in dict.fromkeys(p for group in groups for p in group["params"]) if p.requires_grad]
 
-    def devices(self) -> list[torch.device]:
-        """Return the devices of the parameters."""
-        return list(dict.fromkeys(p.device for p in self.parameters()))
-
     def start(self) -> PassState:
         """Return what the next pass starts from."""
         return PassState(self.state.model, self.parameters())

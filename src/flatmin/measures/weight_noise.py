@@ -55,17 +55,8 @@ def noise_effect(
 
     Every draw sees the same examples. Draws and examples are both random samples: the variance of the mean is
     estimated by the variance of the means over draws, plus the variance of the means over examples. Both contain the
-    variance of a single cell, so the interval is slightly too wide, never too narrow.
-
-    Args:
-        model: a classifier, left as it was; in evaluation mode if it has batch norm or dropout.
-        data: ``(inputs, labels)`` batches that were not trained on.
-        sigma: the standard deviation of the noise of each weight.
-        num_draws: how many perturbations are drawn, at least 2.
-        seed: of the draws.
-
-    Raises:
-        ValueError: if sigma is negative or not finite, or there are fewer than two draws or examples.
+    variance of a single cell, so the interval is slightly too wide, never too narrow. The data must not have been
+    trained on.
     """
     from scipy.stats import t as student  # imported when used: SciPy takes a second to import
 
