@@ -152,5 +152,5 @@ def measuring(data: object = None) -> Iterator[None]:
 def preserve_rng_state(data: object = None) -> AbstractContextManager[None]:
     """Leave every global random state (torch, CUDA, numpy, random), and a loader's own, as it was."""
     # Asking for the state of a GPU that nobody used yet would start CUDA.
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
     return generators_unchanged(data, [torch.device("cuda", i) for i in range(num_gpus)])

@@ -193,7 +193,8 @@ class Objective:
             )
         wide = torch.float32 if self.device.type == "mps" else torch.float64
         sums = self.reduced(torch.tensor([losses, errors], dtype=wide, device=self.device))
-        return Value(*(sums / self.num_examples).tolist(), self.num_examples)
+        loss_mean, error_mean = (sums / self.num_examples).tolist()
+        return Value(loss_mean, error_mean, self.num_examples)
 
     def reduced(self, tensor: Tensor) -> Tensor:
         """Return the sum over the ranks of the group, in place; the tensor itself if there is no group."""
