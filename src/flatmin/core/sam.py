@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from flatmin.core import checks, ddp, dtensor
 from flatmin.core.batch_split import Batch, call_with, split_batch
-from flatmin.core.callers import check_not_in_grad_scaler, is_checkpoint
 from flatmin.core.checks import MIGRATION, Direction, Settings, check_generator, check_rho
+from flatmin.core.compat import check_not_in_grad_scaler, is_checkpoint
 from flatmin.core.gradients import GradientSum
 from flatmin.core.joint_optimizer import as_one, bases_of
 from flatmin.core.micro_batches import micro_batch_gradient, put_reduced
@@ -267,7 +267,7 @@ class SAM(OptimizerWrapper):
         """Add a group to the base optimizer; it may have its own radius ``sam_rho``."""
         if "sam_rho" in param_group:
             check_rho(param_group["sam_rho"], "sam_rho")
-        super().add_param_group(param_group)
+        self.base.add_param_group(param_group)
 
     @not_compiled
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -279,7 +279,7 @@ class SAM(OptimizerWrapper):
             marks.revoke_step()  # a new step begins
             self._passes.replay.at_zero_grad()
         marks.zeroed = True
-        super().zero_grad(set_to_none)
+        self.base.zero_grad(set_to_none)
         marks.forget_backwards()
 
     # Steps.

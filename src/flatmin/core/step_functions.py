@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flatmin.core import ddp, dtensor
-from flatmin.core.callers import flattens_optimizer_state, is_checkpoint
+from flatmin.core.compat import flattens_optimizer_state, is_checkpoint
 
 Gradients = Mapping[Tensor, Tensor | None]
 DirectionFunction = Callable[[list[Tensor]], Sequence[Tensor]]

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -66,16 +66,13 @@ class _Slot:
     ready: bool = False
 
 
-class LocalPool:
+class LocalPool(AbstractContextManager["LocalPool"]):
     """Processes on this machine; they begin when there is a job for them, and one that died is replaced."""
 
     def __init__(self, run: Callable[[Job], JobStatus], shares: Shares) -> None:
         self.run, self.shares = run, shares
         self.slots = [_Slot(gpu) for gpu in shares.gpus]
         self.stopped_at, self.num_failed_starts = 0.0, 0
-
-    def __enter__(self) -> "LocalPool":
-        return self
 
     def __exit__(self, *_: object) -> None:
         """End all processes: idle ones by asking, others by force."""

@@ -4,6 +4,7 @@ A sweep keeps its state in the directory of runs only. It may be killed at any t
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -21,8 +22,6 @@ from flatmin.lab.sweeps.run_job import run_job
 from flatmin.lab.sweeps.scheduler import JobScheduler
 from flatmin.lab.training.engine import CHECKPOINT_SECONDS
 from flatmin.lab.training.session import deferred_signals
-
-__all__ = ["Engine", "Sweeper", "run_job", "sweep"]
 
 Engine = Literal["local", "ray"]
 Pool = LocalPool | RayPool
@@ -58,7 +57,7 @@ class SweepSettings:
 
 
 @dataclass(kw_only=True)
-class Sweeper(SweepSettings):
+class Sweeper(SweepSettings, AbstractContextManager["Sweeper"]):
     """Runs what is missing, several jobs at a time. Use it in a ``with`` statement.
 
     Its processes are kept from one call of `run` to the next. If a process dies, its job resumes from the last
@@ -77,9 +76,6 @@ class Sweeper(SweepSettings):
             if getattr(self, name) < least:
                 raise SpecError(f"{name} must be at least {least}, got {getattr(self, name)}.")
         self.runs, self.data_root = self.runs.absolute(), self.data_root and self.data_root.absolute()
-
-    def __enter__(self) -> "Sweeper":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
