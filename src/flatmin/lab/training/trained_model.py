@@ -34,7 +34,6 @@ class TrainedModel:
     """A model as its run left it, in evaluation mode, and the dataset it was trained on."""
 
     directory: Path
-    """Of the run."""
     experiment: Experiment
     network: nn.Module
     dataset: Dataset
