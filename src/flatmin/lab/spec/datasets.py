@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Literal
+from typing import Any, Literal
 
 FOLDER_PREFIX = "folder:"
 
@@ -42,8 +42,13 @@ class DatasetInfo:
     """Whether torchvision can fetch it."""
 
 
+def _read_info(facts: dict[str, Any]) -> DatasetInfo:
+    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in facts.items()}
+    return DatasetInfo(**values)
+
+
 DATASETS: dict[str, DatasetInfo] = {
-    name: DatasetInfo(**{key: tuple(value) if isinstance(value, list) else value for key, value in facts.items()})
+    name: _read_info(facts)
     for name, facts in json.loads(files("flatmin.lab.spec").joinpath("datasets.json").read_text()).items()
 }
 """Every dataset by name; Birdsnap, and anything else, is ``folder:PATH``."""
