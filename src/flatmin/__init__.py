@@ -1,78 +1,15 @@
 """Sharpness-Aware Minimization for PyTorch, and the tools to measure flat minima."""
 
-from flatmin.core import (
-    SAM,
-    EffectivePerturbation,
-    PassCheck,
-    RhoSuggestion,
-    RiseCurve,
-    SAMGradient,
-    SAMMetrics,
-    ascent_step,
-    check_pass,
-    effective_perturbation,
-    norm_parameters,
-    random_step,
-    sam_gradient,
-    suggest_rho,
-)
-from flatmin.measures import (
-    AverageSharpness,
-    Bound,
-    Eigenvalues,
-    GGNOperator,
-    HessianOperator,
-    Landscape,
-    Score,
-    Sharpness,
-    SpectralDensity,
-    average_sharpness,
-    loss_landscape,
-    m_sharpness,
-    pac_bayes_bound,
-    predictive_power,
-    sam_update_cosine,
-    spectral_density,
-    top_eigenvalues,
-)
+from flatmin import core, measures
+from flatmin.core import *  # noqa: F403
+from flatmin.core import EffectivePerturbation, effective_perturbation
+from flatmin.measures import *  # noqa: F403
 
 # Their names before 0.2.
 RealisedPerturbation, realised_perturbation = EffectivePerturbation, effective_perturbation
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "SAM",
-    "AverageSharpness",
-    "Bound",
-    "EffectivePerturbation",
-    "Eigenvalues",
-    "GGNOperator",
-    "HessianOperator",
-    "Landscape",
-    "PassCheck",
-    "RealisedPerturbation",
-    "RhoSuggestion",
-    "RiseCurve",
-    "SAMGradient",
-    "SAMMetrics",
-    "Score",
-    "Sharpness",
-    "SpectralDensity",
-    "ascent_step",
-    "average_sharpness",
-    "check_pass",
-    "effective_perturbation",
-    "loss_landscape",
-    "m_sharpness",
-    "norm_parameters",
-    "pac_bayes_bound",
-    "predictive_power",
-    "random_step",
-    "realised_perturbation",
-    "sam_gradient",
-    "sam_update_cosine",
-    "spectral_density",
-    "suggest_rho",
-    "top_eigenvalues",
-]
+__all__ = ["RealisedPerturbation", "realised_perturbation"]
+__all__ += core.__all__
+__all__ += measures.__all__

@@ -140,13 +140,6 @@ def test_dropout_draws_the_same_mask_in_all_passes_of_a_closure(steps, with_mode
     assert not torch.equal(masks[0], masks[-1]), "each closure of a list has noise of its own"
 
 
-def test_the_random_state_of_every_device_is_kept_wherever_its_parameters_are():
-    """One group may hold parameters of several devices, as in a model split over them."""
-    here, there = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, device="meta"))
-    opt = SAM(torch.optim.SGD([here, there], lr=0.1))
-    assert opt._passes.devices() == [torch.device("cpu"), torch.device("meta")]
-
-
 def test_the_block_replays_the_noise_of_the_first_pass_and_leaves_the_data_alone():
     torch.manual_seed(0)
     w = nn.Parameter(torch.ones(1000))

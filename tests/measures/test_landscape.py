@@ -15,7 +15,7 @@ from torch import nn
 
 import flatmin
 from flatmin.measures import HessianOperator, Landscape, loss_landscape, top_eigenvalues
-from flatmin.measures.directions import random_directions
+from flatmin.measures.landscape import random_directions
 from flatmin.measures.points import Progress
 from measures.cases import Exponential, Quadratic, diagonal, flat_loss, mean_output, tanh_network
 

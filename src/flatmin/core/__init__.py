@@ -2,13 +2,13 @@
 
 from flatmin.core.check_pass import PassCheck, check_pass
 from flatmin.core.gradient import SAMGradient, sam_gradient
-from flatmin.core.metrics import SAMMetrics
 from flatmin.core.norm_parameters import norm_parameters
 from flatmin.core.perturbation import ascent_step, random_step
 from flatmin.core.rho_finder import suggest_rho
 from flatmin.core.rho_suggestion import RhoSuggestion, RiseCurve
 from flatmin.core.rounding import EffectivePerturbation, effective_perturbation
 from flatmin.core.sam import SAM
+from flatmin.core.step_state import SAMMetrics
 
 __all__ = [
     "SAM",

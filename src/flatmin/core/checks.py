@@ -1,14 +1,19 @@
-"""Checks of what users pass in: each error names the argument, the value and the fix."""
+"""The settings of SAM, and checks of what users pass in: each error names the argument, the value and the fix."""
 
 import inspect
 import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from flatmin.core.step_functions import CombineFunction, DirectionFunction
+
+Direction = Literal["gradient", "random", "momentum"] | DirectionFunction
 
 DEFAULT_ETA = 0.01  # Kwon et al. (2021)
 FIND_RHO = "To find the scale: opt.rho = flatmin.suggest_rho(opt, loss_fn, loader).rho."
@@ -20,6 +25,37 @@ MIGRATION = (
     "Write SAM(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), rho=0.05, model=model), and "
     "opt.step(closure), or two visible passes with `with opt.perturbed():`. See the docs, page Migrating."
 )
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How SAM finds its perturbation and what it makes of the gradient there."""
+
+    p: float
+    eta: float | None
+    """ASAM's eta; None is plain SAM."""
+    ascent_steps: int
+    direction: Direction
+    weight: float | None
+    combine: CombineFunction | None
+    sync_perturbation: bool
+
+    @property
+    def follows_gradient(self) -> bool:
+        """Whether the direction comes from the gradient at w: it is the gradient, or a function of it."""
+        return self.direction == "gradient" or callable(self.direction)
+
+    @property
+    def mixes_gradients(self) -> bool:
+        """Whether a step on all examples uses the gradient at w next to the gradient at w + eps."""
+        return self.combine is not None or self.correction_weight() != 1.0
+
+    def correction_weight(self, share: float = 1.0) -> float:
+        """Return the factor c of the correction g(w + eps) - g(w), measured on a share of the examples.
+
+        By default SAM keeps its strength: 1 / share.
+        """
+        return 1 / share if self.weight is None else self.weight
 
 
 def check_p(p: float) -> float:
@@ -89,8 +125,14 @@ def check_weight(weight: float | None) -> float | None:
     return float(weight)
 
 
-def check_combine(combine: Any, weight: float | None) -> Any:
+def check_combine(combine: Any, weight: float | None, direction: object) -> Any:
     """Return the function that combines both gradients, or raise for one that cannot."""
+    if direction == "momentum" and (weight not in (None, 1) or combine is not None):
+        given = f"weight={weight!r}" if combine is None else f"combine={combine!r}"
+        raise ValueError(
+            f'direction="momentum" takes one pass, at w + eps, so there is nothing to mix: {given} '
+            "does not go with it. Leave it at None."
+        )
     if combine is not None and (not callable(combine) or isinstance(combine, type)):
         raise TypeError(
             f"combine must be a function of two lists of gradients, or None, got {combine!r}. Pass an instance of a "

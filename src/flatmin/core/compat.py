@@ -1,5 +1,10 @@
-"""What differs between the releases of torch that flatmin supports, and the release from which each line can go."""
+"""What depends on how torch is built: differences between its releases, and callers of SAM that need special handling.
 
+Of differences, the docstrings say with which release each can go.
+"""
+
+import sys
+from types import FrameType
 from typing import Any
 
 import torch
@@ -7,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 TORCH = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+CHECKPOINT = "torch.distributed.checkpoint.state_dict"
+NUM_CALLERS = 8
 
 
 def all_gather_single(output: Tensor, tensor: Tensor, group: Any) -> None:
@@ -47,3 +54,35 @@ def has_saved_tensors_hooks() -> bool:
     finally:
         torch._C._autograd._saved_tensors_hooks_enable()
     return False
+
+
+def _caller(module: str) -> FrameType | None:
+    """Return the innermost function of a module among the last callers, if there is one."""
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(NUM_CALLERS):
+        if frame is None or frame.f_globals.get("__name__") == module:
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def is_checkpoint() -> bool:
+    """Return whether torch.distributed.checkpoint calls: for the state, or a bare step at lr 0 that creates it."""
+    return _caller(CHECKPOINT) is not None
+
+
+def flattens_optimizer_state() -> bool:
+    """Return whether it was asked for an optimizer state dict with one entry per parameter and value."""
+    frame = _caller(CHECKPOINT)
+    info = None if frame is None else frame.f_locals.get("info")
+    return bool(getattr(info, "flatten_optimizer_state_dict", False))
+
+
+def check_not_in_grad_scaler() -> None:
+    """Raise if a GradScaler calls ``step(closure)``: it rejects ``closure=`` by itself, but not a positional one."""
+    if _caller("torch.amp.grad_scaler") is not None:
+        raise ValueError(
+            "scaler.step(opt, closure) would take a step with gradients of the scaled loss: a GradScaler unscales them "
+            "before the closure runs. Use two visible passes: scaler.scale(loss).backward(); with opt.perturbed(): "
+            "scaler.scale(loss).backward(); scaler.step(opt); scaler.update()."
+        )

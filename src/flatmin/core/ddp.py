@@ -21,12 +21,7 @@ def unwrap(model: nn.Module | None) -> Any:
 
 
 def check_model(model: nn.Module | None, parameters: Iterable[Tensor], sync_perturbation: bool) -> None:
-    """Raise for the ways of parallel training that SAM cannot work in.
-
-    Raises:
-        TypeError: the model is not an nn.Module.
-        ValueError: FSDP1, or DDP's static graph with a perturbation for each worker.
-    """
+    """Raise for the ways of parallel training that SAM cannot work in."""
     if model is not None and not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module or None, got {type(model).__name__}.")
     parameters = list(parameters)

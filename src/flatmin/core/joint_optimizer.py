@@ -1,22 +1,22 @@
-"""Several optimizers as one: each has its own parameters and takes its own step."""
+"""Several base optimizers as one: each has its own parameters and takes its own step. And their momentum."""
 
-from collections.abc import Iterator, MutableMapping, Sequence
+import itertools
+from collections import ChainMap
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from flatmin.core.checks import check_base
+from flatmin.core.flat_buffers import VectorOf
 from flatmin.core.optimizer_wrapper import with_own_hooks
+
+MOMENTUM_KEYS = ("momentum_buffer", "exp_avg")
 
 
 def as_one(base: Optimizer | Sequence[Optimizer]) -> Optimizer:
-    """Return one optimizer for one or several, or raise if one of them cannot be a base.
-
-    Raises:
-        TypeError: something else than optimizers.
-        ValueError: a parameter that two of them have.
-    """
+    """Return one optimizer for one or several, or raise if one of them cannot be a base."""
     if not isinstance(base, list | tuple) or not any(isinstance(one, Optimizer | type) for one in base):
         check_base(base)
         return base  # type: ignore[return-value]
@@ -30,14 +30,38 @@ def bases_of(base: Optimizer) -> tuple[Optimizer, ...]:
     return base.bases if isinstance(base, JointOptimizer) else (base,)
 
 
+def momentum_in(base: Optimizer) -> VectorOf:
+    """Return a function that gives the momentum of a parameter, None if it has none."""
+    states = base.state
+
+    def momentum_of(parameter: Tensor) -> Tensor | None:
+        state = states.get(parameter, {})
+        return next((state[key] for key in MOMENTUM_KEYS if state.get(key) is not None), None)
+
+    return momentum_of
+
+
+def has_momentum(base: Optimizer, num_steps: int) -> bool:
+    """Return whether the base optimizers have taken a step, and so have a momentum; raise if one has none by then."""
+    found = []
+    for one in bases_of(base):
+        parameters = [p for group in one.param_groups for p in group["params"]]
+        momentum_of = momentum_in(one)
+        found.append(any(momentum_of(p) is not None for p in parameters))
+        if not found[-1] and (num_steps > 0 or any(one.state.get(p) for p in parameters)):
+            raise ValueError(
+                f'direction="momentum" needs a base optimizer with a momentum ({" or ".join(MOMENTUM_KEYS)} in its '
+                f"state), but {type(one).__name__} has none. Use SGD(..., momentum=0.9) or AdamW, or "
+                'direction="gradient".'
+            )
+    return all(found)
+
+
 class JointOptimizer(Optimizer):
     """Has the parameter groups of all its optimizers, and steps each in turn.
 
     The groups are the optimizers' own, and looked up anew each time: schedulers may hold any of them. A state dict has
     the form that one optimizer with all groups would have, and is made of theirs, so their hooks run.
-
-    Args:
-        bases: the optimizers.
     """
 
     def __init__(self, bases: Sequence[Optimizer]) -> None:
@@ -128,39 +152,30 @@ class JointOptimizer(Optimizer):
         return f"[{', '.join(map(repr, self.bases))}]"
 
 
-class JointState(MutableMapping[Tensor, Any]):
+class JointState(ChainMap[Tensor, Any]):
     """The state of the parameters of several optimizers, looked up in the one that a parameter belongs to."""
 
     def __init__(self, bases: Sequence[Optimizer]) -> None:
+        super().__init__(*(base.state for base in bases))
         self._bases = bases
 
-    def _owner(self, parameter: Tensor) -> Optimizer:
-        for base in self._bases:
-            if parameter in base.state:
-                return base
+    def _owner(self, parameter: Tensor) -> Any:
+        for state in self.maps:
+            if parameter in state:
+                return state
         for base in self._bases:
             if any(p is parameter for group in base.param_groups for p in group["params"]):
-                return base
+                return base.state
         raise KeyError(parameter)
 
     def __getitem__(self, parameter: Tensor) -> Any:
-        return self._owner(parameter).state[parameter]  # creates an empty state, as in any optimizer
+        return self._owner(parameter)[parameter]  # creates an empty state, as in any optimizer
 
     def __setitem__(self, parameter: Tensor, state: Any) -> None:
-        self._owner(parameter).state[parameter] = state
+        self._owner(parameter)[parameter] = state
 
     def __delitem__(self, parameter: Tensor) -> None:
-        del self._owner(parameter).state[parameter]
-
-    def __contains__(self, parameter: object) -> bool:
-        return any(parameter in base.state for base in self._bases)
-
-    def get(self, parameter: Tensor, default: Any = None) -> Any:
-        """Return a parameter's state, without creating one."""
-        return next((base.state[parameter] for base in self._bases if parameter in base.state), default)
+        del self._owner(parameter)[parameter]
 
     def __iter__(self) -> Iterator[Tensor]:
-        return (parameter for base in self._bases for parameter in base.state)
-
-    def __len__(self) -> int:
-        return sum(len(base.state) for base in self._bases)
+        return itertools.chain(*self.maps)

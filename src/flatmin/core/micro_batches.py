@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from flatmin.core import ddp
-from flatmin.core.gradient_sum import GradientSum
-from flatmin.core.metrics import plain_metrics, weighted_mean
+from flatmin.core.gradients import GradientSum
 from flatmin.core.pass_state import ModelState
 from flatmin.core.step_passes import Closure, SAMPasses, Share, StepPasses
+from flatmin.core.step_state import plain_metrics, weighted_mean
 
 
 def micro_batch_gradient(
@@ -22,13 +22,7 @@ def micro_batch_gradient(
     .. math:: \sum_i s_i \left( g_i(w) + c\, (g_i(w + \epsilon_i) - g_i(w)) \right) + s_r g_r(w),
 
     where c is 1 without a rest and :math:`1 / \sum_i s_i` with one: the correction keeps SAM's strength. With
-    ``combine``, its result for each closure takes the place of :math:`g_i(w + \epsilon_i)`.
-
-    Args:
-        passes: runs the passes.
-        closures: one per micro-batch.
-        rest: the closure of the examples without a correction, or None.
-        shares: how much each closure counts, the rest's last; they sum to 1.
+    ``combine``, its result for each closure takes the place of :math:`g_i(w + \epsilon_i)`. The shares sum to 1.
     """
     is_plain = not passes.needs_perturbed_pass()
     if rest is not None and passes.settings.direction == "momentum":

@@ -62,7 +62,7 @@ class OptimizerWrapper(Optimizer):
     """Shares parameter groups, state and defaults with the optimizer it wraps, and passes everything else on to it.
 
     Subclasses set ``base`` and call ``__setstate__`` in place of ``Optimizer.__init__``, which would make groups and
-    separate state.
+    separate state. They reset gradients, add groups and step by ``base``.
     """
 
     base: Optimizer
@@ -102,14 +102,6 @@ class OptimizerWrapper(Optimizer):
             hint = f" {MIGRATION}" if name in OF_OTHER_LIBRARIES else ""
             kind = type(self).__name__
             raise AttributeError(f"{kind!r} object and its base optimizer have no attribute {name!r}.{hint}")
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the base optimizer."""
-        self.base.add_param_group(param_group)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients."""
-        self.base.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the base optimizer's state dict."""

@@ -34,12 +34,8 @@ class ModelState:
     still counts batches. Layers are looked up each time, because they may be replaced during training.
 
     A large frozen model is not copied (LoRA): of each shape at most two parameters for each trained one. The others
-    get back the memory that they had, so a pass may assign to ``p.data``.
-
-    Args:
-        model: the model, or None for nothing to save.
-        parameters: the optimizer's.
-        entering: save only what can enter the forward pass of training, without the running statistics of batch norm.
+    get back the memory that they had, so a pass may assign to ``p.data``. ``entering`` saves only what can enter the
+    forward pass of training, without the running statistics of batch norm.
     """
 
     @torch.no_grad()
@@ -112,10 +108,10 @@ class PassState:
         True
     """
 
-    def __init__(self, model: nn.Module | None, parameters: Iterable[Tensor], *, entering: bool = True) -> None:
+    def __init__(self, model: nn.Module | None, parameters: Iterable[Tensor]) -> None:
         parameters = list(parameters)
         self.random = RandomState(dict.fromkeys(p.device for p in parameters))
-        self.model = ModelState(model, parameters, entering=entering)
+        self.model = ModelState(model, parameters, entering=True)
 
     def restore(self) -> None:
         """Make the next pass start from here."""

@@ -25,12 +25,7 @@ class Replay:
 
     It begins at the first forward pass of ``model`` since the last step, or at ``opt.zero_grad()`` before it, because
     noise may be drawn before the model is called (latents of a GAN). ``zero_grad()`` may also come between forward and
-    backward, or right after the last step.
-
-    Args:
-        parameters: returns the optimizer's parameters.
-        model: returns the model, or None.
-        has_gradients: returns whether there was a backward pass since the gradients were zeroed.
+    backward, or right after the last step; ``has_gradients`` says whether there was a backward pass since.
     """
 
     def __init__(
@@ -80,11 +75,7 @@ class Replay:
 
     @contextlib.contextmanager
     def repeated(self) -> Iterator[None]:
-        """Start a second pass where the first one began; its generators must end where the first one's did.
-
-        Raises:
-            ValueError: at the end, if they do not.
-        """
+        """Start a second pass where the first one began; raise at the end unless its generators end where they did."""
         zeroed = None if self._zeroed_late else self._zeroed
         begin = self._first_forward if self._forwards else zeroed
         if begin is not None:

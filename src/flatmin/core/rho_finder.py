@@ -150,23 +150,18 @@ class _Source:
     def run(self, rhos: Sequence[float]) -> Tensor:
         """Return a row per batch: its number of examples, and sums over them of the values of `_piece`."""
         parameters = [p for group in self.opt.param_groups for p in group["params"]]
-        rows: list[list[tuple[int, Tensor]]] = []
+        table = torch.zeros(self.num_batches, 4 + len(rhos), dtype=torch.float64)
         perturber = WeightPerturber()
         perturber.prepare(self.opt.param_groups, self.unit_radii)
         with unchanged(self.opt, self.batches) as buffers, contextlib.ExitStack() as stack:
             perturber.save()
             stack.callback(perturber.restore)
-            for split in self.splits:
-                pieces = zip(split.micro_batches, split.sizes, strict=True)
-                rows.append(
-                    [(size, self._piece(piece, rhos, parameters, perturber, buffers)) for piece, size in pieces]
-                )
-        table = torch.zeros(self.num_batches, 4 + len(rhos), dtype=torch.float64)
-        for row, values in zip(table, rows, strict=False):  # other workers may have more batches
-            for size, of_piece in values:
-                row += size * torch.cat([torch.ones(1), of_piece.cpu()]).double()
+            for row, split in zip(table, self.splits, strict=False):  # other workers may have more batches
+                for piece, size in zip(split.micro_batches, split.sizes, strict=True):
+                    values = self._piece(piece, rhos, parameters, perturber, buffers)
+                    row += size * torch.cat([torch.ones(1), values.cpu()]).double()
         if ddp.is_parallel():
-            shared = table.to(rows[0][0][1])  # where and in what the workers can sum
+            shared = table.to(values)  # where and in what the workers can sum
             dist.all_reduce(shared)
             table = shared.cpu().double()
         return table[table[:, 0] > 0]

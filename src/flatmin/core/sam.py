@@ -10,20 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flatmin.core import ddp, dtensor
+from flatmin.core import checks, ddp, dtensor
 from flatmin.core.batch_split import Batch, call_with, split_batch
-from flatmin.core.callers import check_not_in_grad_scaler, is_checkpoint
-from flatmin.core.checks import MIGRATION, check_closures, check_generator, check_loss, check_rho, shares_of
-from flatmin.core.gradient_sum import GradientSum
+from flatmin.core.checks import MIGRATION, Direction, Settings, check_generator, check_rho
+from flatmin.core.compat import check_not_in_grad_scaler, is_checkpoint
+from flatmin.core.gradients import GradientSum
 from flatmin.core.joint_optimizer import as_one, bases_of
-from flatmin.core.metrics import PerturbedPass, SAMMetrics, plain_metrics
 from flatmin.core.micro_batches import micro_batch_gradient, put_reduced
 from flatmin.core.optimizer_wrapper import NotCompiledContext, OptimizerWrapper, not_compiled, with_own_hooks
 from flatmin.core.rng import direction_generator
-from flatmin.core.settings import Direction, Settings
 from flatmin.core.step_functions import CombineFunction
 from flatmin.core.step_passes import FUNCTION_KEYS, GENERATOR_KEY, RHO_KEY, Closure, FirstPass, Share, StepPasses
-from flatmin.core.step_state import StepState
+from flatmin.core.step_state import PerturbedPass, SAMMetrics, StepState, plain_metrics
 from flatmin.core.two_passes import perturbed_block
 
 
@@ -142,13 +140,13 @@ class SAM(OptimizerWrapper):
         base = as_one(base)
         if any(isinstance(one, SAM) for one in bases_of(base)):
             raise TypeError("base is a SAM already: wrap the optimizer inside it, once.")
-        settings = Settings.checked(
-            p=p,
-            adaptive=adaptive,
-            ascent_steps=ascent_steps,
+        settings = Settings(
+            p=checks.check_p(p),
+            eta=checks.check_adaptive(adaptive),
+            ascent_steps=checks.check_ascent_steps(ascent_steps, p, direction),
             direction=direction,
-            weight=weight,
-            combine=combine,
+            weight=checks.check_weight(weight),
+            combine=checks.check_combine(combine, weight, direction),
             sync_perturbation=sync_perturbation,
         )
         check_generator(generator)
@@ -163,7 +161,8 @@ class SAM(OptimizerWrapper):
         if direction == "random":
             shared = sync_perturbation or any(dtensor.is_sharded(p) for p in self._passes.parameters())
             replica = 0 if sync_perturbation else ddp.replica_of(model)
-            self.generator = generator or direction_generator(self._passes.devices()[0], shared=shared, replica=replica)
+            device = next(self._passes.parameters()).device
+            self.generator = generator or direction_generator(device, shared=shared, replica=replica)
             self.param_groups[0][GENERATOR_KEY] = self.generator.get_state()
 
     # What can be read and changed.
@@ -268,7 +267,7 @@ class SAM(OptimizerWrapper):
         """Add a group to the base optimizer; it may have its own radius ``sam_rho``."""
         if "sam_rho" in param_group:
             check_rho(param_group["sam_rho"], "sam_rho")
-        super().add_param_group(param_group)
+        self.base.add_param_group(param_group)
 
     @not_compiled
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -280,7 +279,7 @@ class SAM(OptimizerWrapper):
             marks.revoke_step()  # a new step begins
             self._passes.replay.at_zero_grad()
         marks.zeroed = True
-        super().zero_grad(set_to_none)
+        self.base.zero_grad(set_to_none)
         marks.forget_backwards()
 
     # Steps.
@@ -360,7 +359,7 @@ class SAM(OptimizerWrapper):
         several = not callable(closure)
         if not several and rest is None and weights is not None:
             raise ValueError("weights goes with a list of closures, or with rest: one weight for each.")
-        closures = check_closures(closure) if not callable(closure) else [closure]
+        closures = checks.check_closures(closure) if not callable(closure) else [closure]
         if ascent is not None and (several or rest is not None):
             raise ValueError(
                 "ascent goes with one closure, not with a list or a rest: there each closure gives its own direction."
@@ -370,7 +369,7 @@ class SAM(OptimizerWrapper):
                 f'ascent gives the direction, but direction="{self.settings.direction}" needs none. Leave one out.'
             )
         if several or rest is not None:
-            loss = self._micro_batch_gradient(closures, rest, shares_of(closures, rest, weights))
+            loss = self._micro_batch_gradient(closures, rest, checks.shares_of(closures, rest, weights))
             self._base_step()
             return loss
         first = None
@@ -430,7 +429,7 @@ class SAM(OptimizerWrapper):
     def _closure(self, loss_fn: Callable[..., Tensor], batch: Any) -> Closure:
         def closure() -> Tensor:
             self.zero_grad()
-            loss = check_loss(call_with(loss_fn, batch))
+            loss = checks.check_loss(call_with(loss_fn, batch))
             loss.backward()  # type: ignore[no-untyped-call]
             return loss
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flatmin.core import ddp, dtensor
-from flatmin.core.callers import flattens_optimizer_state, is_checkpoint
+from flatmin.core.compat import flattens_optimizer_state, is_checkpoint
 
 Gradients = Mapping[Tensor, Tensor | None]
 DirectionFunction = Callable[[list[Tensor]], Sequence[Tensor]]
@@ -19,11 +19,8 @@ CombineFunction = Callable[[list[Tensor], list[Tensor]], Sequence[Tensor]]
 class StepFunction:
     """A function of lists of gradients, one tensor per parameter, that returns such a list.
 
-    A missing gradient is given as zeros, a sparse one as a dense one, a sharded one as this rank's part.
-
-    Args:
-        name: of the argument of :class:`flatmin.SAM`, for errors.
-        function: what the user passed. With ``state_dict`` and ``load_state_dict``, it is part of checkpoints.
+    A missing gradient is given as zeros, a sparse one as a dense one, a sharded one as this rank's part. A function
+    with ``state_dict`` and ``load_state_dict`` is part of checkpoints.
     """
 
     def __init__(self, name: str, function: Callable[..., Sequence[Tensor]]) -> None:
@@ -44,10 +41,8 @@ class StepFunction:
     def __call__(self, parameters: Sequence[Tensor], *gradients: Gradients) -> dict[Tensor, Tensor]:
         """Return what the function makes of the gradients, for each parameter; of sharded ones, this rank's part.
 
-        Raises:
-            TypeError, ValueError: it returned something else than a list of tensors like the gradients, changed its
-                inputs, or its first result is not finite though the gradients are. This last check waits for the
-                device, once.
+        Raise if it changed its inputs or returned anything but finite tensors like them. Whether they are finite is
+        checked once, because that waits for the device.
         """
         self.check_shards(parameters)
         inputs = [[_dense(p, grads.get(p)) for p in parameters] for grads in gradients]
@@ -103,11 +98,7 @@ class StepFunction:
             self._is_called = True
 
     def state_dict(self, parameters: Iterable[Tensor]) -> Any:
-        """Return the function's state.
-
-        Raises:
-            ValueError: torch.distributed.checkpoint would lose it.
-        """
+        """Return the function's state, or raise if torch.distributed.checkpoint would lose it."""
         if is_checkpoint() and (flattens_optimizer_state() or any(map(dtensor.is_sharded, parameters))):
             raise ValueError(
                 f"torch.distributed.checkpoint cannot hold the state of {self.name}: a flattened optimizer state dict "

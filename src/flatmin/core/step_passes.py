@@ -12,16 +12,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from flatmin.core import ddp
-from flatmin.core.checks import check_rho, keep_loss
+from flatmin.core.checks import Settings, check_rho, keep_loss
 from flatmin.core.flat_buffers import VectorOf
-from flatmin.core.gradient_sum import GradientSum
-from flatmin.core.metrics import SAMMetrics
-from flatmin.core.momentum import has_momentum, momentum_in
+from flatmin.core.gradients import GradientSum
+from flatmin.core.joint_optimizer import has_momentum, momentum_in
 from flatmin.core.pass_state import ModelState, PassState, has_running_statistics
 from flatmin.core.replay import Replay
-from flatmin.core.settings import Settings
 from flatmin.core.step_functions import StepFunction, combine_gradients, kept_gradients
-from flatmin.core.step_state import StepState
+from flatmin.core.step_state import SAMMetrics, StepState
 from flatmin.core.weight_perturber import AscentNorms
 
 Closure = Callable[[], Any]
@@ -66,11 +64,7 @@ class Share(NamedTuple):
 class StepPasses:
     """Runs the passes of one closure, or moves the weights around a pass of the user's.
 
-    Args:
-        base: the optimizer that SAM wraps; its groups and state are looked up in every step.
-        settings: how the perturbation is found.
-        state: what changes from step to step.
-        generator: where random directions come from.
+    The groups and the state of the base optimizer are looked up in every step.
     """
 
     def __init__(
@@ -251,10 +245,6 @@ class StepPasses:
         """Return the trainable parameters of the groups with a radius above 0, each once."""
         groups = [group for group, radius in zip(self.base.param_groups, radii, strict=True) if radius > 0]
         return [p for p in dict.fromkeys(p for group in groups for p in group["params"]) if p.requires_grad]
-
-    def devices(self) -> list[torch.device]:
-        """Return the devices of the parameters."""
-        return list(dict.fromkeys(p.device for p in self.parameters()))
 
     def start(self) -> PassState:
         """Return what the next pass starts from."""

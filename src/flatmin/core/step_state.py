@@ -1,12 +1,79 @@
-"""What of a SAM optimizer changes while it trains."""
+"""What of a SAM optimizer changes while it trains, and what each step measures along the way."""
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from flatmin.core.gradient_marks import GradientMarks
-from flatmin.core.metrics import SAMMetrics
+from flatmin.core.checks import keep_loss
+from flatmin.core.gradients import GradientMarks
 from flatmin.core.weight_perturber import WeightPerturber
+
+
+def _unknown() -> Tensor:
+    return torch.full((), math.nan)
+
+
+@dataclass(frozen=True)
+class SAMMetrics:
+    r"""What the last step measured: scalar tensors on the device, NaN where it was not measured.
+
+    Reading one (``.item()``, ``float()``) synchronizes with the device; do so every few steps. A plain step (a radius
+    of 0) has ``perturbation_norm`` 0 and an unknown ``perturbed_loss``.
+    """
+
+    loss: Tensor = field(default_factory=_unknown)
+    """The loss at w, of the closure that gave the direction; with a rest, of the whole batch. In the two-pass form,
+    what was passed to ``perturbed(loss)``."""
+    perturbed_loss: Tensor = field(default_factory=_unknown)
+    r"""The loss at :math:`w + \epsilon`, of the examples that SAM was applied to."""
+    sharpness: Tensor = field(default_factory=_unknown)
+    """The rise of the loss from w to w + eps, on the same examples; unknown with ``ascent=``, where they differ."""
+    grad_norm: Tensor = field(default_factory=_unknown)
+    r"""The dual norm :math:`\lVert g \rVert_q` of the gradient at w (for p = 2 the ordinary one); unknown if the
+    direction is not the gradient."""
+    perturbation_norm: Tensor = field(default_factory=_unknown)
+    r""":math:`\lVert \epsilon \rVert_p`: rho, or 0 after a zero or non-finite gradient. It differs with ASAM."""
+
+    @property
+    def relative_sharpness(self) -> Tensor:
+        """Sharpness over loss. At a good radius it is 0.05 to 0.15 in the first epoch and grows later.
+
+        Above 0.3 at the start the radius is too large.
+        """
+        return self.sharpness / self.loss
+
+
+@dataclass
+class PerturbedPass:
+    """What ``with opt.perturbed(loss) as second:`` yields: set ``second.loss`` to have ``metrics.sharpness``."""
+
+    loss: Tensor | None = None
+
+
+def two_pass_metrics(loss: Tensor | None, perturbed_loss: Tensor | None, known: SAMMetrics) -> SAMMetrics:
+    """Return metrics with the losses that the user gave."""
+    first = known.loss if loss is None else keep_loss(loss)
+    second = known.perturbed_loss if perturbed_loss is None else keep_loss(perturbed_loss)
+    sharpness = known.sharpness if loss is None or perturbed_loss is None else second - first
+    return SAMMetrics(first, second, sharpness, known.grad_norm, known.perturbation_norm)
+
+
+def plain_metrics(loss: Tensor) -> SAMMetrics:
+    """Return the metrics of a step without a perturbation."""
+    return SAMMetrics(loss=loss, perturbation_norm=loss.new_zeros(()))
+
+
+def weighted_mean(metrics: Sequence[SAMMetrics], shares: Sequence[float]) -> SAMMetrics:
+    """Return the mean of the metrics of several micro-batches; the shares sum to 1."""
+
+    def mean(name: str) -> Tensor:
+        values = [getattr(one, name) * share for one, share in zip(metrics, shares, strict=True)]
+        return torch.stack(values).sum()
+
+    return SAMMetrics(**{f.name: mean(f.name) for f in fields(SAMMetrics)})
 
 
 @dataclass

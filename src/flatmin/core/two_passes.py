@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from flatmin.core import ddp
-from flatmin.core.gradient_sum import GradientSum
-from flatmin.core.metrics import PerturbedPass, SAMMetrics, two_pass_metrics
+from flatmin.core.gradients import GradientSum
 from flatmin.core.step_passes import Share, StepPasses
+from flatmin.core.step_state import PerturbedPass, SAMMetrics, two_pass_metrics
 
 USED_WARNING = (
     "Gradients of the previous step were not zeroed, so the ascent direction mixes both. Call opt.zero_grad() before "

@@ -14,6 +14,20 @@ from flatmin.core.sam import SAM
 
 
 @contextlib.contextmanager
+def generators_unchanged(batches: object, devices: Iterable[torch.device]) -> Iterator[None]:
+    """Leave the global generators of the CPU and these devices, and a data loader's own, as they were."""
+    sources: list[Any] = [batches, getattr(batches, "sampler", None)]
+    generators = [of.generator for of in sources if isinstance(getattr(of, "generator", None), torch.Generator)]
+    states, random_state = [generator.get_state() for generator in generators], RandomState(devices)
+    try:
+        yield
+    finally:
+        random_state.restore()
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
+@contextlib.contextmanager
 def unchanged(opt: SAM, batches: Iterable[Any] = ()) -> Iterator[ModelState]:
     """Put back gradients, the model's state, generators, SAM's own state, its functions' and DDP's flags as they were.
 
@@ -27,10 +41,7 @@ def unchanged(opt: SAM, batches: Iterable[Any] = ()) -> Iterator[ModelState]:
     # A reduction writes into these gradients, even if the parameters do not have them anymore.
     overwritten = grads if getattr(model, "gradient_as_bucket_view", False) else []
     copies = [None if grad is None else grad.clone() for grad in overwritten]
-    sources: list[Any] = [batches, getattr(batches, "sampler", None)]
-    generators = [of.generator for of in sources if isinstance(getattr(of, "generator", None), torch.Generator)]
-    states = [generator.get_state() for generator in generators]
-    random_state, before = RandomState({p.device for p in parameters}), ModelState(opt.model, own)
+    before = ModelState(opt.model, own)
     replay, state = opt._passes.replay, opt._state
     was_paused, replay.is_paused = replay.is_paused, True
     marks, state.marks = state.marks, dataclasses.replace(state.marks)
@@ -38,6 +49,7 @@ def unchanged(opt: SAM, batches: Iterable[Any] = ()) -> Iterator[ModelState]:
         p.grad = None
     try:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(generators_unchanged(batches, {p.device for p in parameters}))
             for function in opt._passes.functions:
                 stack.enter_context(function.unchanged())
             yield before
@@ -50,7 +62,4 @@ def unchanged(opt: SAM, batches: Iterable[Any] = ()) -> Iterator[ModelState]:
                 grad.data.copy_(copy)  # .data does not count as a write, which SAM looks at
         if flag is not None:
             model.require_forward_param_sync = flag
-        for generator, generator_state in zip(generators, states, strict=True):
-            generator.set_state(generator_state)
         before.restore()
-        random_state.restore()

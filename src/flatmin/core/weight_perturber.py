@@ -102,19 +102,9 @@ class WeightPerturber:
         r"""Take one ascent step from where the parameters stand, along their gradients, after ``save()``.
 
         The first step goes to :math:`w + T \odot d` with :math:`d = dual_p(T \odot g)`; each further one adds the
-        step of its own gradient to d and projects d on the unit ball.
-
-        Args:
-            radii: rho of each parameter group.
-            p: the norm of the ball.
-            eta: ASAM's eta, or None for plain SAM.
-            maximize: for each group, whether its loss is maximized: its worst neighbor is then the lowest one.
-            vector_of: gives g, the vector of each parameter to ascend along: its gradient, as a rule.
-            noise: draw a Gaussian direction from this generator instead of using the gradients.
-            several: whether this is one of several steps; d is then kept, which needs another copy.
-
-        Returns:
-            The norms of this step's gradient and of the perturbation as it now is.
+        step of its own gradient to d and projects d on the unit ball. ``vector_of`` gives g, the gradient as a rule;
+        with ``noise`` a Gaussian direction takes its place. Where a group's loss is maximized (``maximize``), the worst
+        neighbor is the lowest one. ``several`` keeps d for further steps, which needs another copy.
         """
         if not self._blocks:
             return AscentNorms(torch.zeros(()), torch.zeros(()), torch.zeros(()))

@@ -67,12 +67,7 @@ class DeferredSAM(SAM):
 
 
 def check_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of SAM, with a radius of 0 for "auto"; or raise, before there is a model.
-
-    Raises:
-        TypeError: an unknown setting, or one that the trainer decides.
-        ValueError: a setting out of its range.
-    """
+    """Return the settings of SAM, with a radius of 0 for "auto"; or raise, before there is a model."""
     settings = dict(settings)
     part = settings.pop("part", 1.0)
     if isinstance(part, bool) or not isinstance(part, int | float) or not 0 < part <= 1:
@@ -95,10 +90,8 @@ class RhoSearch:
     """Sets the radius of ``rho="auto"`` on the first batches: the loss rises by a tenth, to first order.
 
     Each of the first ``NUM_BATCHES`` steps measures its own batch, at one more gradient, and takes the radius that all
-    batches so far suggest; then it is fixed. It needs no data of its own, and the radius is part of checkpoints.
-
-    Args:
-        sam: the optimizer. One with a radius was trained before: nothing is measured.
+    batches so far suggest; then it is fixed. It needs no data of its own, and the radius is part of checkpoints. An
+    optimizer with a radius was trained before: nothing is measured.
     """
 
     NUM_BATCHES = 8

@@ -79,10 +79,6 @@ class UnrecordedPass:
 class RecordedPass:
     """A pass that leaves the records of its first run: later ones start where it started, and leave none.
 
-    Args:
-        run: runs the pass.
-        owners: the objects that it may write to.
-
     Example:
         >>> from types import SimpleNamespace
         >>> trainer = SimpleNamespace(losses=[], num_batches=0)

@@ -1,6 +1,5 @@
 """How flat is a minimum: m-sharpness, Hessian spectra, loss landscapes, the bound, predictive power."""
 
-from flatmin.measures.average import AverageSharpness, average_sharpness
 from flatmin.measures.cosine import sam_update_cosine
 from flatmin.measures.ggn import GGNOperator
 from flatmin.measures.hessian import HessianOperator
@@ -9,6 +8,7 @@ from flatmin.measures.pac_bayes import Bound, pac_bayes_bound
 from flatmin.measures.predictive import Score, predictive_power
 from flatmin.measures.sharpness import Sharpness, m_sharpness
 from flatmin.measures.spectrum import Eigenvalues, SpectralDensity, spectral_density, top_eigenvalues
+from flatmin.measures.weight_noise import AverageSharpness, average_sharpness
 
 __all__ = [
     "AverageSharpness",

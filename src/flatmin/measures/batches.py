@@ -2,14 +2,14 @@
 
 import copy
 import hashlib
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
+
+from flatmin.core.unchanged import generators_unchanged
 
 Batch = tuple[Any, Any]
 """Inputs (a tensor, or a tuple or dict of tensors) and targets, all with the examples along dimension 0."""
@@ -149,22 +149,8 @@ def measuring(data: object = None) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def preserve_rng_state(data: object = None) -> Iterator[None]:
+def preserve_rng_state(data: object = None) -> AbstractContextManager[None]:
     """Leave every global random state (torch, CUDA, numpy, random), and a loader's own, as it was."""
-    owners = (data, getattr(data, "sampler", None))
-    generators = [g for g in (getattr(o, "generator", None) for o in owners) if isinstance(g, torch.Generator)]
-    own = [g.get_state() for g in generators]
-    cpu, python, numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
     # Asking for the state of a GPU that nobody used yet would start CUDA.
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        torch.set_rng_state(cpu)
-        random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002
-        if cuda:
-            torch.cuda.set_rng_state_all(cuda)
-        for generator, state in zip(generators, own, strict=True):
-            generator.set_state(state)
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
+    return generators_unchanged(data, [torch.device("cuda", i) for i in range(num_gpus)])

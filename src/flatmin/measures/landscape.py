@@ -9,15 +9,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatmin.measures import plots
 from flatmin.measures.batches import Batch, digest, leaves, measuring
-from flatmin.measures.directions import hessian_directions, random_directions
+from flatmin.measures.hessian import HessianOperator
 from flatmin.measures.objective import LossFn, NoErrorRateError, Objective
-from flatmin.measures.parameters import Params, parameter_names, unwrapped
+from flatmin.measures.parameters import Params, parameter_names, unflatten, unwrapped
 from flatmin.measures.points import Index, PointCache, Progress
+from flatmin.measures.spectrum import top_eigenvalues
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -105,7 +107,6 @@ def loss_landscape(
     Example:
         The loss w^2 / 2 at w = 2 along d = +-2, by filter normalization: (2 + 2 a)^2 / 2.
 
-        >>> import torch
         >>> model = nn.Linear(1, 1, bias=False)
         >>> _ = model.weight.data.fill_(2.0)
         >>> half_square = lambda outputs, targets: (outputs**2).mean() / 2
@@ -166,6 +167,47 @@ def loss_landscape(
     if not several:
         loss, accuracy = loss[0], accuracy[0]
     return Landscape(loss, accuracy, coordinates, tuple(labels), directions)
+
+
+def random_directions(
+    weights: Sequence[Tensor], num: int, *, seed: int = 0, move_1d: bool = False
+) -> list[list[Tensor]]:
+    r"""Return Gaussian directions, normalized per filter: :math:`d_i \lVert w_i \rVert / \lVert d_i \rVert`.
+
+    A filter is a slice along dimension 0: the weights of one output (Li et al., 2018, Section 4). Biases and
+    the weights of norm layers (one dimension or none) stay where they are, or count as one filter each if
+    ``move_1d``. The same seed gives parallel filters for every model of the same shape, on every device.
+
+    Example:
+        >>> ((direction,),) = random_directions([torch.tensor([[3.0, 4.0], [0.0, 2.0]])], 1)
+        >>> direction.norm(dim=1)
+        tensor([5., 2.])
+    """
+    generator = torch.Generator().manual_seed(seed)
+    directions = []
+    for _ in range(num):
+        # Also for the tensors that stay: move_1d does not change the draws of the others.
+        noise = [torch.randn(w.shape, generator=generator, dtype=torch.float64) for w in weights]
+        pairs = zip(noise, weights, strict=True)
+        directions.append([_normalized(d.to(w.dtype).to(w.device), w, move_1d) for d, w in pairs])
+    return directions
+
+
+def _normalized(direction: Tensor, weight: Tensor, move_1d: bool) -> Tensor:
+    if weight.ndim <= 1 and not move_1d:
+        return torch.zeros_like(weight)
+    filters = (1, -1) if weight.ndim <= 1 else (len(weight), -1)
+    d, w = direction.reshape(filters), weight.reshape(filters)
+    ratio = torch.linalg.vector_norm(w, dim=1, keepdim=True) / torch.linalg.vector_norm(d, dim=1, keepdim=True)
+    return torch.reshape(d * ratio, weight.shape)
+
+
+def hessian_directions(objective: Objective, num: int, *, seed: int = 0) -> list[list[Tensor]]:
+    """Return the leading eigenvectors of the Hessian, of norm 1, each with its largest component positive."""
+    weights = objective.weights()
+    top = top_eigenvalues(HessianOperator.of(objective), num, seed=seed)
+    columns = [column * column[column.abs().argmax()].sign() for column in top.vectors.unbind(1)]
+    return [unflatten(column, weights) for column in columns]
 
 
 def _moved(weights: list[Tensor], basis: list[list[Tensor]], steps: list[float]) -> list[Tensor]:

@@ -6,8 +6,8 @@ exact.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -45,19 +45,6 @@ class Value:
         return self.error if name == "error" else self.loss
 
 
-class Totals:
-    """Sums over the examples seen so far."""
-
-    def __init__(self) -> None:
-        self.loss, self.error, self.num = 0.0, 0.0, 0
-
-    def add(self, loss: Tensor, outputs: Any, targets: Any, num: int, error: bool) -> None:
-        """Count a batch of num examples."""
-        self.loss += float(loss.detach()) * num
-        self.error += error_rate(outputs, targets) * num if error else math.nan
-        self.num += num
-
-
 class Objective:
     """The mean loss of a model on fixed data, as a function of some of its weights.
 
@@ -65,21 +52,9 @@ class Objective:
     rounding. Every pass starts from the random state of the caller and puts it back: noise that was allowed is
     the same in all passes.
 
-    Args:
-        model: any module; called as ``model(inputs)``, ``model(*inputs)`` for a tuple, ``model(**inputs)``
-            for a dict.
-        loss_fn: ``loss_fn(outputs, targets)``, the mean over the examples of a batch.
-        data: an iterable of ``(inputs, targets)`` that can be passed over several times, in the same order.
-        params: the weights to measure, as parameters of the model or their names; all that require a gradient
-            if None.
-        group: a process group in which each rank holds a shard of the data; results are for the whole.
-        allow_nondeterministic: allow dropout, batch norm in train mode, shuffled or augmented data.
-        batch_statistics: whether batch norm layers normalize with each batch's own statistics, whatever their
-            mode.
-
-    Raises:
-        TypeError: if data is a one-shot iterator, or has batches of another form.
-        ValueError: if data is empty, or the loss is not a finite mean, or not deterministic.
+    The model is called as ``model(inputs)``, ``model(*inputs)`` for a tuple, ``model(**inputs)`` for a dict. The
+    other arguments are the public measures'. ``batch_statistics`` lets batch norm normalize with each batch's own
+    statistics, whatever its mode.
     """
 
     def __init__(
@@ -173,11 +148,7 @@ class Objective:
         size: int | None = None,
     ) -> Value:
         """Return the mean loss (and error rate) at these weights, on all data or on some batches."""
-        with measuring(self.data), torch.no_grad():
-            totals, state = Totals(), self.state(weights)
-            for batch, num in pieces(self.data if batches is None else batches, size):
-                totals.add(*self.run(state, batch), num, error)
-        return self._mean(totals, shared=batches is None)
+        return self._mean(weights, batches, error, size)
 
     def gradient(
         self,
@@ -190,28 +161,40 @@ class Objective:
         """Return the value and the gradient, flattened, at these weights, on all data or on some batches."""
         leaves = [w.detach().requires_grad_() for w in weights]
         total = torch.zeros(sum(w.numel() for w in weights), dtype=self.dtype, device=self.device)
-        with measuring(self.data), torch.enable_grad():
-            totals, state = Totals(), self.state(leaves)
-            for batch, num in pieces(self.data if batches is None else batches, size):
-                loss, outputs, targets = self.run(state, batch)
-                grads = torch.autograd.grad(loss, leaves, materialize_grads=True)
-                totals.add(loss, outputs, targets, num, error)
-                total.add_(flatten(grads, self.dtype), alpha=num)
-        value = self._mean(totals, shared=batches is None)
+        value = self._mean(leaves, batches, error, size, total)
         return value, (self.reduced(total) if batches is None else total).div_(value.num_examples)
 
-    def _mean(self, totals: Totals, *, shared: bool) -> Value:
-        if not shared:
-            return Value(totals.loss / totals.num, totals.error / totals.num, totals.num)
-        if totals.num != self.num_local:
+    def _mean(
+        self,
+        weights: Sequence[Tensor],
+        batches: Iterable[Batch] | None,
+        error: bool,
+        size: int | None,
+        gradient: Tensor | None = None,
+    ) -> Value:
+        """Return the mean loss (and error rate); add the sum of the examples' gradients to ``gradient`` if given."""
+        losses, errors, num_examples = 0.0, 0.0, 0
+        with measuring(self.data), torch.set_grad_enabled(gradient is not None):
+            state = self.state(weights)
+            for batch, num in pieces(self.data if batches is None else batches, size):
+                loss, outputs, targets = self.run(state, batch)
+                if gradient is not None:
+                    grads = torch.autograd.grad(loss, weights, materialize_grads=True)
+                    gradient.add_(flatten(grads, self.dtype), alpha=num)
+                losses += float(loss.detach()) * num
+                errors += error_rate(outputs, targets) * num if error else math.nan
+                num_examples += num
+        if batches is not None:
+            return Value(losses / num_examples, errors / num_examples, num_examples)
+        if num_examples != self.num_local:
             raise ValueError(
-                f"data yielded {totals.num} examples in this pass and {self.num_local} in the first: "
+                f"data yielded {num_examples} examples in this pass and {self.num_local} in the first: "
                 "it must be the same in every pass. Pass list(data)."
             )
         wide = torch.float32 if self.device.type == "mps" else torch.float64
-        sums = self.reduced(torch.tensor([totals.loss, totals.error], dtype=wide, device=self.device))
-        loss, error = (sums / self.num_examples).tolist()
-        return Value(loss, error, self.num_examples)
+        sums = self.reduced(torch.tensor([losses, errors], dtype=wide, device=self.device))
+        loss_mean, error_mean = (sums / self.num_examples).tolist()
+        return Value(loss_mean, error_mean, self.num_examples)
 
     def reduced(self, tensor: Tensor) -> Tensor:
         """Return the sum over the ranks of the group, in place; the tensor itself if there is no group."""
@@ -240,20 +223,17 @@ class Objective:
         return [part for _, part in parts]
 
 
-class _batch_statistics:  # noqa: N801 (a context manager, used like a function)
+@contextmanager
+def _batch_statistics(model: nn.Module, active: bool) -> Iterator[None]:
     """Put batch norm layers into train mode for a while, if asked to."""
-
-    def __init__(self, model: nn.Module, active: bool) -> None:
-        self.layers = [m for m in model.modules() if isinstance(m, _BatchNorm)] if active else []
-
-    def __enter__(self) -> None:
-        self.modes = [layer.training for layer in self.layers]
-        for layer in self.layers:
-            layer.training = True
-
-    def __exit__(self, *_: object) -> None:
-        for layer, mode in zip(self.layers, self.modes, strict=True):
-            layer.training = mode
+    layers = [m for m in model.modules() if isinstance(m, _BatchNorm) and not m.training] if active else []
+    for layer in layers:
+        layer.training = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = False
 
 
 def _channels_last(tensor: Tensor) -> Tensor:

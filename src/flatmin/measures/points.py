@@ -11,6 +11,7 @@ import os
 import sys
 import time
 import zlib
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
@@ -18,16 +19,8 @@ FORMAT = "flatmin landscape 2"
 Index = tuple[int, ...]
 
 
-class PointCache:
-    """Reads the points in the file, and appends new ones.
-
-    Args:
-        path: the file; created with its directories if it does not exist.
-        header: what is measured, in JSON: another header is another landscape.
-
-    Raises:
-        ValueError: if the file holds something else; it is not changed.
-    """
+class PointCache(AbstractContextManager["PointCache"]):
+    """Reads the points in the file, and appends new ones; a file with another header is left as it is."""
 
     def __init__(self, path: str | os.PathLike[str], header: dict[str, Any]) -> None:
         self.path = Path(path)
@@ -83,9 +76,6 @@ class PointCache:
     def _checksum(self, index: Index, loss: float, accuracy: float) -> int:
         return zlib.crc32(json.dumps([self._header, *index, loss, accuracy]).encode())
 
-    def __enter__(self) -> "PointCache":
-        return self
-
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
@@ -98,12 +88,7 @@ def _to_disk(file: BinaryIO) -> None:
 class Progress:
     """Counts finished pieces of work and writes a line with the time left.
 
-    Args:
-        label: what is being done.
-        total: how many pieces there are.
-        done: how many were finished before; they say nothing about the speed.
-        show: whether to write; if None, only where the stream is a terminal.
-        stream: standard error if None.
+    Pieces that were ``done`` before say nothing about the speed. If ``show`` is None, only a terminal is written to.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ from flatmin.lab.studies.findings import Findings
 from flatmin.lab.studies.study import Item, describe, planned_jobs
 from flatmin.lab.sweeps import jobs as inputs_module
 from flatmin.lab.sweeps import sweep
-from flatmin.lab.sweeps.jobs import Inputs, Job
+from flatmin.lab.sweeps.jobs import Job, missing_inputs
 
 pytestmark = pytest.mark.usefixtures("nothing_outside")
 
@@ -150,7 +150,7 @@ def test_what_is_there_is_found_without_being_read(tmp_path, monkeypatch):
     (tmp_path / "net.pth").write_text("")
     experiments = [Experiment(data=Data(name=n)) for n in ("digits", "flowers102", "fashion-mnist", "folder:birds")]
     experiments += [Experiment(model=Model(checkpoint=c)) for c in ("net.pth", "run:another")]
-    assert Inputs().problems([Job(experiment=e) for e in experiments]) == []
+    assert missing_inputs({"item": [Job(experiment=e) for e in experiments]})["item"] == []
 
 
 def test_everything_that_is_missing_is_named_once(tmp_path):
@@ -162,7 +162,7 @@ def test_everything_that_is_missing_is_named_once(tmp_path):
         Experiment(data=Data(name="svhn", extra=True)),
         Experiment(model=Model(name="efficientnet-b7", checkpoint="checkpoints/efficientnet-b7.safetensors")),
     ]
-    found = Inputs().problems([Job(experiment=e, seed=seed) for e in missing for seed in range(2)])
+    found = missing_inputs({"item": [Job(experiment=e, seed=seed) for e in missing for seed in range(2)]})["item"]
     assert [type(error) for error in found] == [DataError, DataError, DataError, ModelError]
     said = " ".join(map(str, found))
     for part in ("birds/train/CLASS", "ILSVRC2012_devkit_t12.tar.gz", "extra_32x32.mat is missing", "b7.safetensors"):

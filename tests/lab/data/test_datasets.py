@@ -18,7 +18,7 @@ from flatmin.lab.data import datasets as datasets_module
 from flatmin.lab.data import roots
 from flatmin.lab.data.augment import Draw
 from flatmin.lab.data.datasets import load_dataset
-from flatmin.lab.data.digits import digits_test_indices, load_digits
+from flatmin.lab.data.embedded import digits_test_indices, load_digits
 from flatmin.lab.data.torchvision_operators import torchvision
 from flatmin.lab.errors import DataError
 from flatmin.lab.spec.datasets import DATASETS

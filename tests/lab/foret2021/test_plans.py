@@ -270,7 +270,7 @@ def _check_cosines(runs, known):
     measured = known[job.name].measured
     for measurement in job.measurements:
         trained = load_trained(runs / job.name, epoch=measurement.epoch)
-        batch = trained.training_batches(job.experiment.data.batch_size)[0]
+        batch = trained.batches(trained.dataset.train, job.experiment.data.batch_size)[0]
         expected = sam_update_cosine(trained.network, F.cross_entropy, batch, rho=job.experiment.optim.rho)
         assert measured[measurement.name]["cosine"] == pytest.approx(expected, rel=1e-6)
     assert len({facts["cosine"] for facts in measured.values()}) == len(job.measurements) == 2

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
 
-from flatmin.lab.data.digits import load_digits
+from flatmin.lab.data.embedded import load_digits
 from flatmin.lab.errors import ModelError, SpecError
 from flatmin.lab.models.build import build_model, freeze_batch_norm, head_name, input_statistics
 from flatmin.lab.models.pyramidnet import block_widths, survival_probabilities

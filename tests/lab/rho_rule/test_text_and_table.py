@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from flatmin.lab.data.datasets import load_dataset
+from flatmin.lab.data.embedded import CHARACTERS, load_python_text
 from flatmin.lab.data.pipeline import Pipeline
-from flatmin.lab.data.python_text import CHARACTERS, load_python_text
 from flatmin.lab.models.build import build_model
 from flatmin.lab.spec.experiment import Data, Experiment, Model, SpecError
 

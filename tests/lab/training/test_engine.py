@@ -195,7 +195,7 @@ def test_the_logged_error_is_that_of_the_network_on_the_whole_test_set(tmp_path)
     logits = trained.network((images / 255 - 0.3045) / 0.3760)
     wrong = (logits.argmax(1).numpy() != trained.dataset.test.labels).mean()
     assert result.metrics["test_error"] == pytest.approx(wrong, abs=2e-3)
-    batches = trained.training_batches(33, batch_size=10)
+    batches = trained.batches(trained.dataset.train, 33, batch_size=10)
     assert [len(labels) for _, labels in batches] == [10, 10, 10, 3]
 
 

@@ -123,13 +123,13 @@ def test_few_examples_are_read_alone(tmp_path, monkeypatch):
         read.append(arguments)
         return decode(self, *arguments, **keywords)
 
-    everything = trained.training_batches()
+    everything = trained.batches(trained.dataset.train)
     monkeypatch.setattr(FileImages, "_decode", recorded)
-    batches = trained.training_batches(5, batch_size=3)
+    batches = trained.batches(trained.dataset.train, 5, batch_size=3)
     assert len(read) == 5
     assert [len(labels) for _, labels in batches] == [3, 1, 1]  # the pipeline's batches of 4, in parts of 3 at most
     inputs = [image for part, _ in everything for image in part]
     found = [image for part, _ in batches for image in part]
     assert all((image == known).all() for image, known in zip(found, inputs[:5], strict=True))
-    assert len(trained.test_batches(100)[0][1]) == 4
+    assert len(trained.batches(trained.dataset.test, 100)[0][1]) == 4
     assert trained.predicted_labels().shape == (12,)

@@ -4,6 +4,7 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def metric(name: str, value: Any) -> str:
 REFRESH_SECONDS = 0.25  # reading a loss synchronizes with the device: not at every step
 
 
-class BarCallback:
+class BarCallback(AbstractContextManager["BarCallback"]):
     """A bar with the time left, loss, error, sharpness and images per second, and a line for each epoch."""
 
     def __init__(self, console: Console) -> None:
@@ -105,9 +106,6 @@ class BarCallback:
         )
         self.task = self.bar.add_task("training", total=None, state="")
         self.since, self.num_examples = time.monotonic(), 0
-
-    def __enter__(self) -> "BarCallback":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.bar.stop()

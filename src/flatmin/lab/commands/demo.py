@@ -8,9 +8,11 @@ from rich.console import Console
 from rich.table import Table
 
 from flatmin.lab.commands.report import write_page
+from flatmin.lab.demo.study import DEMO
 from flatmin.lab.runs.record import Records
 from flatmin.lab.studies.findings import Cell, Findings
 from flatmin.lab.studies.study import describe, run_study
+from flatmin.lab.sweeps.sweep import Sweeper
 
 
 @dataclass(frozen=True)
@@ -24,9 +26,6 @@ class Demo:
 
     def run(self, console: Console) -> None:
         """Train, measure, print the table, write the page."""
-        from flatmin.lab.demo.study import DEMO
-        from flatmin.lab.sweeps.sweep import Sweeper
-
         known = Records(self.runs)
         with Sweeper(runs=self.runs, processes=self.processes, console=console) as sweeper:
             run_study(DEMO, "laptop", known, sweeper.run)

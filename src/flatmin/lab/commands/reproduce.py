@@ -5,9 +5,9 @@ import math
 import shlex
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
@@ -21,8 +21,8 @@ from flatmin.lab.spec.fields import plain
 from flatmin.lab.studies.cost import cost, disk_bytes, model_flops, num_models, training_flops
 from flatmin.lab.studies.registered_plan import PLAN_FILE, Change, plan_of, read_plan, register
 from flatmin.lab.studies.study import Item, Scale, describe, is_meant, missing_jobs, planned_jobs, run_study
-from flatmin.lab.sweeps.jobs import Inputs, Job
-from flatmin.lab.training.engine import CHECKPOINT_SECONDS
+from flatmin.lab.sweeps.jobs import Job, missing_inputs
+from flatmin.lab.sweeps.sweep import Sweeper, SweepSettings
 
 SHOWN_NAMES = 5
 REFERENCE = Experiment(data=Data(name="cifar10"), model=Model(name="wrn-28-10"))
@@ -33,8 +33,8 @@ SPEED_COMMAND = (
 UNITS = {"models": 1.0, "image passes (10^6)": 1e6, "PFLOPs": 1e15, "disk (GB)": 1e9}
 
 
-@dataclass(frozen=True)
-class Reproduce:
+@dataclass(kw_only=True)
+class Reproduce(SweepSettings):
     """Reproduce tables and figures of the paper, and write a page: the paper's numbers next to the measured ones."""
 
     items: Annotated[tuple[str, ...], tyro.conf.Positional]
@@ -47,20 +47,6 @@ class Reproduce:
     """Where the page goes; RUNS/report-SCALE if None."""
     only: tuple[str, ...] = ()
     """Run only what has one of these texts in its name (table1/wrn-10-2/none, landscape/SAM/seed0); read the rest."""
-    engine: Literal["local", "ray"] = "local"
-    """local: processes of this machine; ray: a cluster."""
-    address: str | None = None
-    """Of an existing Ray cluster ("auto" finds one); a local one is started if None."""
-    processes: int = 0
-    """How many models are trained at once; 0 is as many as there are cores (or GPUs)."""
-    threads: int = 0
-    """Threads of each; 0 is one, or with GPUs an equal share of the cores."""
-    data_root: Path | None = None
-    """The first directory in which datasets are searched for (then FLATMIN_DATA, ./data, the user's cache)."""
-    checkpoint_seconds: float = CHECKPOINT_SECONDS
-    """Save after this many seconds of training."""
-    deterministic: bool = False
-    """On CUDA, use only deterministic algorithms: slower, and bitwise the same when repeated or resumed."""
     plan: bool = False
     """Run nothing: print how many models, image passes, FLOPs, GPU hours and bytes it takes, and the commands."""
     images_per_second: float | None = None
@@ -78,8 +64,6 @@ class Reproduce:
 
     def run(self, console: Console) -> None:
         """Run the items, one after the other, and write the page on all of them."""
-        from flatmin.lab.sweeps.sweep import Sweeper
-
         if not self.items:
             raise SpecError(f"Which table or figure? There are {', '.join(ITEMS)}, and all.")
         speed = self.images_per_second
@@ -103,17 +87,8 @@ class Reproduce:
         shown: list[Item] = []
         num_run = 0
         try:
-            with Sweeper(
-                runs=self.runs,
-                data_root=self.data_root,
-                engine=self.engine,
-                address=self.address,
-                processes=self.processes,
-                threads=self.threads,
-                checkpoint_seconds=self.checkpoint_seconds,
-                deterministic=self.deterministic,
-                console=console,
-            ) as sweeper:
+            settings = {field.name: getattr(self, field.name) for field in fields(SweepSettings)}
+            with Sweeper(**settings, console=console) as sweeper:
                 for item in (item for item in chosen if item.name not in skipped):
                     console.print(f"{item.source}: {item.title} ({item.name}, {self.scale})", style="bold")
                     shown.append(item)
@@ -171,8 +146,7 @@ class Reproduce:
         """Return why some items cannot be run, by name; before the first one begins, because that may take hours."""
         if self.engine == "ray":  # the nodes of a cluster have their own files, which are unknown here
             return {}
-        inputs = Inputs(data_root=self.data_root)
-        problems = {name: inputs.problems(jobs) for name, jobs in missing.items()}
+        problems = missing_inputs(missing, self.data_root)
         return {name: type(errors[0])("\n".join(map(str, errors))) for name, errors in problems.items() if errors}
 
     def _what_comes_first(self, chosen: Sequence[Item], known: Records) -> str:

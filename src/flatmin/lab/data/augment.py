@@ -25,9 +25,7 @@ class Draw:
     """The keys from which the random numbers of a batch are made."""
 
     seed: int
-    """The run's seed."""
     epoch: int
-    """The pass over the data."""
     examples: NDArray[np.int64]
     """The number of each image in its dataset."""
 

@@ -34,7 +34,6 @@ class Group(NamedTuple):
     strength: float
     """Signed, in the operation's own unit."""
     size: int
-    """How many images."""
 
 
 def draw_operations(draw: Draw, policy: PolicyName, size: torch.Size) -> tuple[list[Group], Tensor]:

@@ -17,10 +17,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flatmin.lab.data.digits import digits_test_indices, load_digits
+from flatmin.lab.data.embedded import digits_test_indices, load_digits, load_python_text
 from flatmin.lab.data.images import FileImages, Images, MemoryImages
 from flatmin.lab.data.label_noise import noisy_labels, subset, validation_split
-from flatmin.lab.data.python_text import load_python_text
 from flatmin.lab.data.roots import check_files, find, find_or_download
 from flatmin.lab.errors import DataError
 from flatmin.lab.spec.datasets import FOLDER_PREFIX, DatasetInfo, dataset_info

@@ -51,9 +51,7 @@ class FileImages:
     random_crop: bool
     """Whether an augmented image is a random resized crop; else it is the middle, as for evaluation."""
     resize: str = "bilinear"
-    """As in `Data`."""
     crop_padding: int | None = None
-    """As in `Data`."""
     pool: ThreadPoolExecutor
 
     def fetch(self, draw: Draw, *, augment: bool) -> Tensor:

@@ -26,8 +26,7 @@ class PlainCNN(nn.Module):
         """Return the logits (N, num_classes) of images (N, C, H, W)."""
         for conv in (self.conv1, self.conv2, self.conv3):
             x = F.relu(conv(x))
-        logits: Tensor = self.head(F.adaptive_avg_pool2d(x, 2).flatten(1))
-        return logits
+        return self.head(F.adaptive_avg_pool2d(x, 2).flatten(1))
 
 
 class MLP(nn.Module):
@@ -44,5 +43,4 @@ class MLP(nn.Module):
         x = F.adaptive_avg_pool2d(x, SIDE).flatten(1)
         for layer in self.layers:
             x = F.relu(layer(x))
-        logits: Tensor = self.head(x)
-        return logits
+        return self.head(x)

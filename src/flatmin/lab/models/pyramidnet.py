@@ -35,8 +35,7 @@ class PyramidBlock(nn.Module):
         out = self.conv2(F.relu(self.norm2(out)))
         out = self.norm4(self.conv3(F.relu(self.norm3(out))))
         shortcut = F.avg_pool2d(x, 2, ceil_mode=True) if self.stride == 2 else x
-        dropped: Tensor = self.drop(out)
-        return dropped + pad_channels(shortcut, self.out_channels)
+        return self.drop(out) + pad_channels(shortcut, self.out_channels)
 
 
 def block_widths(num_blocks: int, alpha: int, start: int = 16) -> list[int]:
@@ -80,5 +79,4 @@ class PyramidNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits (N, num_classes) of images (N, C, H, W)."""
         features = F.relu(self.norm2(self.blocks(self.norm1(self.conv1(x)))))
-        logits: Tensor = self.head(features.mean((2, 3)))
-        return logits
+        return self.head(features.mean((2, 3)))

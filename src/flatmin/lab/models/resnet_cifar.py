@@ -51,5 +51,4 @@ class ResNetCifar(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits (N, num_classes) of images (N, C, H, W)."""
         features = self.blocks(F.relu(self.norm1(self.conv1(x))))
-        logits: Tensor = self.head(features.mean((2, 3)))
-        return logits
+        return self.head(features.mean((2, 3)))

@@ -49,8 +49,7 @@ class RandomScale(nn.Module):
         """Return x times its coefficients, in x's dtype."""
         backward_scale = forward_scale if self.use_true_gradient else backward_scale
         factors = (forward_scale.to(x.dtype), backward_scale.to(x.dtype))
-        scaled: Tensor = ForwardBackwardScale.apply(x, *factors)  # type: ignore[no-untyped-call]
-        return scaled
+        return ForwardBackwardScale.apply(x, *factors)  # type: ignore[no-untyped-call]
 
 
 class ShakeShake(RandomScale):
@@ -123,8 +122,7 @@ class ShakeShortcut(nn.Module):
         shifted = F.pad(x[:, :, 1:, 1:], (0, 1, 0, 1)) if self.stride > 1 or self.reference else x
         first = self.conv1(x[:, :, :: self.stride, :: self.stride])
         second = self.conv2(shifted[:, :, :: self.stride, :: self.stride])
-        out: Tensor = self.norm(torch.cat([first, second], dim=1))
-        return out
+        return self.norm(torch.cat([first, second], dim=1))
 
 
 class ShakeBlock(nn.Module):
@@ -153,8 +151,7 @@ class ShakeBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the block's output."""
         mixed = self.shake(self.branch1(x), self.branch2(x))
-        out: Tensor = mixed + (x if self.shortcut is None else self.shortcut(x))
-        return out
+        return mixed + (x if self.shortcut is None else self.shortcut(x))
 
 
 class ShakeShakeNet(nn.Module):
@@ -173,5 +170,4 @@ class ShakeShakeNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits (N, num_classes) of images (N, C, H, W)."""
         features = F.relu(self.blocks(self.norm1(self.conv1(x))))
-        logits: Tensor = self.head(features.mean((2, 3)))
-        return logits
+        return self.head(features.mean((2, 3)))

@@ -43,8 +43,7 @@ class VisionTransformer(nn.Module):
         height, width = x.shape[-2:]
         x = x.flatten(2).transpose(1, 2)
         x = x + positions(height, width, x.shape[-1]).to(x)
-        logits: Tensor = self.head(self.norm(self.blocks(x)).mean(1))
-        return logits
+        return self.head(self.norm(self.blocks(x)).mean(1))
 
 
 class CharTransformer(nn.Module):
@@ -63,8 +62,7 @@ class CharTransformer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits (N, num_classes) of texts (N, 1, 8, 8), whose values are the codes of characters."""
         tokens = self.embed(x.flatten(1).round().long()) + self.position
-        logits: Tensor = self.head(self.norm(self.blocks(tokens)[:, -1]))
-        return logits
+        return self.head(self.norm(self.blocks(tokens)[:, -1]))
 
 
 class Block(nn.Module):
@@ -79,14 +77,14 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return tokens (N, T, width) of tokens (N, T, width)."""
         x = x + self._attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
+        return x + self.mlp(self.norm2(x))
 
     def _attention(self, x: Tensor) -> Tensor:
         heads = self.query_key_value(x).unflatten(-1, (3, -1, HEAD_WIDTH))  # N, T, 3, heads, HEAD_WIDTH
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         # Written out, because the fused kernels have no second derivatives, which the measures need.
         attention = F.softmax(query @ key.transpose(-2, -1) / math.sqrt(HEAD_WIDTH), dim=-1)
-        return self.projection((attention @ value).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        return self.projection((attention @ value).transpose(1, 2).flatten(2))
 
 
 def positions(height: int, width: int, size: int) -> Tensor:

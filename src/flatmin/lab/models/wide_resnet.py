@@ -41,11 +41,10 @@ class WideBlock(nn.Module):
         if self.residual_scale is not None:
             residual = residual * self.residual_scale
         if self.shortcut is not None:
-            return residual + self.shortcut(activated)  # type: ignore[no-any-return]
+            return residual + self.shortcut(activated)
         start = activated if self.activate_first else x
         pooled = F.avg_pool2d(start, self.stride, ceil_mode=True) if self.stride > 1 else start
-        out: Tensor = residual + pad_channels(pooled, self.channels)
-        return out
+        return residual + pad_channels(pooled, self.channels)
 
 
 class WideResNet(nn.Module):
@@ -97,5 +96,4 @@ class WideResNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits (N, num_classes) of images (N, C, H, W)."""
         features = F.relu(self.norm(self.blocks(self.conv1(x))))
-        logits: Tensor = self.head(features.mean((2, 3)))
-        return logits
+        return self.head(features.mean((2, 3)))

@@ -73,7 +73,7 @@ def read_state(path: Path) -> State:
         content = path.read_bytes()
     except OSError as error:
         raise ValueError(str(error)) from error
-    if _checksum(content) != _checksum_in_name(path):
+    if not path.stem.endswith(_checksum(content)):
         raise ValueError("its checksum differs")
     try:
         state: State = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
@@ -140,13 +140,9 @@ def _save(directory: Path, stem: str, what: str, state: State) -> Path:
 
 def _is_intact(path: Path) -> bool:
     try:
-        return _checksum(path.read_bytes()) == _checksum_in_name(path)
+        return path.stem.endswith(_checksum(path.read_bytes()))
     except OSError:
         return False
-
-
-def _checksum_in_name(path: Path) -> str:
-    return path.stem.rpartition("-")[2]
 
 
 def _checksum(content: bytes) -> str:

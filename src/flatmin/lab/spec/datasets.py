@@ -22,7 +22,6 @@ class DatasetInfo:
     num_train: int = 0
     """Number of training images; 0 where only the directory knows."""
     channels: int = 3
-    """Color channels."""
     size: int = PHOTOGRAPH_SIZE
     """Side of the model's input in pixels, where the experiment does not say."""
     in_memory: bool = False

@@ -55,7 +55,6 @@ class Comparison:
     values: tuple[float, ...] = ()
     """The difference for each pair."""
     runs: tuple[str, ...] = ()
-    """The runs it comes from, by the names of their directories."""
 
 
 Row = list[str | Cell | Comparison]
@@ -99,7 +98,6 @@ class LineFigure:
     log_y: bool = False
     note: str = ""
     runs: Sequence[str] = ()
-    """The runs it comes from, by the names of their directories."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +120,6 @@ class SurfaceFigure:
     surfaces: Sequence[Surface]
     note: str = ""
     runs: Sequence[str] = ()
-    """The runs it comes from, by the names of their directories."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,6 @@ class Claimed:
     printed: str
     """As the publication prints it."""
     mean: float
-    """The number itself."""
     ci: float | None = None
     """Half the width of its 95 % confidence interval; None where none is given."""
     ci_below: bool = False
@@ -52,7 +51,6 @@ class Statement:
     """A claim in words, to be tested, and whether the publication's own numbers bear it out."""
 
     claim: str
-    """What is claimed, in a form that can be tested."""
     own_numbers: str
     """What the publication's own numbers say of it."""
 

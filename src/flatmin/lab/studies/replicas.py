@@ -43,7 +43,6 @@ class Replicas:
     """Runs of one method, which differ in their seeds. Numbers are read by a function, or are a metric in %."""
 
     name: str
-    """What the method is called."""
     records: Sequence[RunRecord]
 
     @property

@@ -1,8 +1,8 @@
 """What a study asks of a sweep: models to train, what to measure of them, and what that needs from outside."""
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 
 from flatmin.lab.data.datasets import load_dataset
@@ -55,46 +55,44 @@ LITE0_FIX = (
 )
 
 
-@dataclass
-class Inputs:
-    """Looks for what jobs need, for each thing once; files are not read where they are found."""
+def missing_inputs(jobs_of: Mapping[str, Iterable[Job]], data_root: Path | None = None) -> dict[str, list[Exception]]:
+    """Return what the jobs of each item lack, as the errors that training would raise.
 
-    data_root: Path | None = None
-    """The first directory that is searched for datasets."""
-    _problems: dict[tuple[object, ...], Exception | None] = field(default_factory=dict)
-
-    def problems(self, jobs: Iterable[Job]) -> list[Exception]:
-        """Return what is missing, as the errors that training would raise: a DataError or ModelError each."""
-        needs: dict[tuple[object, ...], Callable[[], Exception | None]] = {}
+    Each thing is looked for once; files are not read where they are found.
+    """
+    of_data, of_checkpoint = cache(partial(_problem_of_data, data_root=data_root)), cache(_problem_of_checkpoint)
+    missing = {}
+    for item, jobs in jobs_of.items():
+        problems: dict[Exception | None, None] = {}
         for job in jobs:
             data, checkpoint = job.experiment.data, job.experiment.model.checkpoint
-            needs.setdefault((data.name, data.extra), partial(self._of_data, data.name, data.extra))
+            problems[of_data(data.name, data.extra)] = None
             if checkpoint is not None and not checkpoint.startswith(RUN_PREFIX):
-                needs.setdefault((checkpoint,), partial(_of_checkpoint, Path(checkpoint)))
-        self._problems |= {need: look() for need, look in needs.items() if need not in self._problems}
-        return [problem for need in needs if (problem := self._problems[need]) is not None]
+                problems[of_checkpoint(Path(checkpoint))] = None
+        missing[item] = [problem for problem in problems if problem is not None]
+    return missing
 
-    def _of_data(self, name: str, extra: bool) -> DataError | None:
-        if name.startswith(FOLDER_PREFIX):
-            directory = Path(name.removeprefix(FOLDER_PREFIX))
-            if all((directory / split).is_dir() for split in ("train", "test")):
-                return None
-            return DataError(f"{name} needs {directory}/train/CLASS/ and {directory}/test/CLASS/ with images.")
-        info = DATASETS[name]
-        root = find(name, self.data_root) if info.marker else Path()
-        if root is not None and extra and not (root / SVHN_EXTRA).is_file():
-            return DataError(f"{root / SVHN_EXTRA} is missing. {name} needs {info.files} (source: {info.source}).")
-        if root is not None:
+
+def _problem_of_data(name: str, extra: bool, data_root: Path | None) -> DataError | None:
+    if name.startswith(FOLDER_PREFIX):
+        directory = Path(name.removeprefix(FOLDER_PREFIX))
+        if all((directory / split).is_dir() for split in ("train", "test")):
             return None
-        try:
-            # Not found: this downloads it (and reads it, which is cheap), or says which files to put where.
-            load_dataset(Data(name=name, extra=extra), data_root=self.data_root)
-        except DataError as error:
-            return error
-        return None
+        return DataError(f"{name} needs {directory}/train/CLASS/ and {directory}/test/CLASS/ with images.")
+    info = DATASETS[name]
+    root = find(name, data_root) if info.marker else Path()
+    if root is not None and extra and not (root / SVHN_EXTRA).is_file():
+        return DataError(f"{root / SVHN_EXTRA} is missing. {name} needs {info.files} (source: {info.source}).")
+    try:
+        if root is None:
+            # This downloads it (and reads it, which is cheap), or says which files to put where.
+            load_dataset(Data(name=name, extra=extra), data_root=data_root)
+    except DataError as error:
+        return error
+    return None
 
 
-def _of_checkpoint(path: Path) -> ModelError | None:
+def _problem_of_checkpoint(path: Path) -> ModelError | None:
     if path.is_file():
         return None
     fix = LITE0_FIX if path.stem == LITE0 else FIX

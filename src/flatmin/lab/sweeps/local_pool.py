@@ -10,12 +10,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -65,16 +66,13 @@ class _Slot:
     ready: bool = False
 
 
-class LocalPool:
+class LocalPool(AbstractContextManager["LocalPool"]):
     """Processes on this machine; they begin when there is a job for them, and one that died is replaced."""
 
     def __init__(self, run: Callable[[Job], JobStatus], shares: Shares) -> None:
         self.run, self.shares = run, shares
         self.slots = [_Slot(gpu) for gpu in shares.gpus]
         self.stopped_at, self.num_failed_starts = 0.0, 0
-
-    def __enter__(self) -> "LocalPool":
-        return self
 
     def __exit__(self, *_: object) -> None:
         """End all processes: idle ones by asking, others by force."""
@@ -165,7 +163,7 @@ class LocalPool:
         variables = dict.fromkeys(THREAD_VARIABLES, str(self.shares.threads))
         if slot.gpu is not None:
             variables["CUDA_VISIBLE_DEVICES"] = slot.gpu
-        with _environment(variables):  # torch reads it when imported, before any function of ours could set it
+        with mock.patch.dict(os.environ, variables):  # torch reads it when it is imported, before any function of ours
             slot.process.start()
         theirs.close()
         slot.ready = False
@@ -178,20 +176,6 @@ class LocalPool:
         if slot.connection is not None:
             slot.connection.close()
         slot.process, slot.connection = None, None
-
-
-@contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _serve(connection: Connection, run: Callable[[Job], JobStatus], threads: int) -> None:

@@ -91,7 +91,7 @@ class Sharpness(Measurement):
 
     def measure(self, trained: TrainedModel, target: Path) -> Measured:
         """Measure m-sharpness on training examples."""
-        data = trained.training_batches(self.num_examples)
+        data = trained.batches(trained.dataset.train, self.num_examples)
         result = m_sharpness(trained.network, F.cross_entropy, data, rho=self.rho, m=self.m, steps=self.steps)
         return {
             "m_sharpness": result.mean,
@@ -120,7 +120,7 @@ class Spectrum(Measurement):
 
     def measure(self, trained: TrainedModel, target: Path) -> Measured:
         """Measure the Hessian of the training loss."""
-        data = trained.training_batches(self.num_examples)
+        data = trained.batches(trained.dataset.train, self.num_examples)
         operator = HessianOperator(trained.network, F.cross_entropy, data)
         top = top_eigenvalues(operator, self.num_eigenvalues)
         density = spectral_density(operator, steps=self.steps, probes=self.probes)
@@ -153,7 +153,7 @@ class Landscape(Measurement):
 
     def measure(self, trained: TrainedModel, target: Path) -> Measured:
         """Measure the loss on the plane; a killed grid resumes."""
-        data, cache = trained.training_batches(self.num_examples), target.with_suffix(".cache")
+        data, cache = trained.batches(trained.dataset.train, self.num_examples), target.with_suffix(".cache")
         result = loss_landscape(trained.network, F.cross_entropy, data, span=self.span, points=self.points, cache=cache)
         result.save_html(target.with_suffix(".html"))
         center = float(result.loss[self.points // 2, self.points // 2])
@@ -188,7 +188,7 @@ class Bound(Measurement):
 
     def measure(self, trained: TrainedModel, target: Path) -> Measured:
         """Estimate the bound on the 0-1 error."""
-        data = trained.training_batches(self.num_examples)
+        data = trained.batches(trained.dataset.train, self.num_examples)
         result = pac_bayes_bound(trained.network, F.cross_entropy, data, rho=self.rho, delta=self.delta, metric="error")
         return {
             "total": result.total,
@@ -221,7 +221,7 @@ class Noise(Measurement):
 
     def measure(self, trained: TrainedModel, target: Path) -> Measured:
         """Measure the test error with noise."""
-        data = trained.test_batches(self.num_examples)
+        data = trained.batches(trained.dataset.test, self.num_examples)
         num_weights = sum(p.numel() for p in trained.network.parameters())
         proof = proof_sigma(self.rho, n=len(trained.dataset.train.labels), k=num_weights)
         effects = {
@@ -251,7 +251,7 @@ class Cosine(Measurement):
     def measure(self, trained: TrainedModel, target: Path) -> Measured:
         """Measure the cosine."""
         size = self.num_examples or len(trained.dataset.train.labels)
-        batch = trained.training_batches(size, batch_size=size)[0]
+        batch = trained.batches(trained.dataset.train, size, batch_size=size)[0]
         rho = trained.rho if self.rho is None else self.rho
         cosine = sam_update_cosine(trained.network, F.cross_entropy, batch, rho=rho, weight_decay=self.weight_decay)
         return {"cosine": cosine, "rho": rho, "num_examples": len(batch[1]), "weight_decay": self.weight_decay}, None

@@ -6,8 +6,7 @@ import traceback
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Literal, Protocol
+from typing import Literal
 
 from flatmin.lab.errors import (
     DataError,
@@ -41,26 +40,6 @@ class JobStatus:
     """The mistake, to be raised again."""
     is_device_broken: bool = False
     """Whether the process must not run another job: after a CUDA error every later call fails as well."""
-
-
-class Pool(Protocol):
-    """Processes that run jobs."""
-
-    def __enter__(self) -> "Pool": ...
-
-    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None: ...
-
-    def num_free(self) -> int:
-        """Return how many jobs could begin now."""
-
-    def start(self, job: Job) -> None:
-        """Let a job begin."""
-
-    def poll(self, seconds: float) -> list[tuple[str, JobStatus]]:
-        """Return the names and endings of jobs that ended; wait at most so long for one."""
-
-    def stop(self) -> None:
-        """Ask all that are running to save and stop; `poll` tells when they have."""
 
 
 def run_job(

@@ -3,15 +3,19 @@
 import signal
 import time
 from collections import Counter
+from typing import TYPE_CHECKING
 
 from flatmin.lab.errors import InterruptedRun
 from flatmin.lab.runs.checkpoint import latest_step
 from flatmin.lab.runs.directory import is_finished
 from flatmin.lab.sweeps.jobs import Job
 from flatmin.lab.sweeps.progress import SweepProgress, passes
-from flatmin.lab.sweeps.run_job import JobStatus, Pool
+from flatmin.lab.sweeps.run_job import JobStatus
 from flatmin.lab.training.session import Interruption
 from flatmin.lab.training.trained_model import RUN_PREFIX
+
+if TYPE_CHECKING:
+    from flatmin.lab.sweeps.sweep import Pool
 
 POLL_SECONDS = 0.25
 BUSY_SECONDS = 2.0  # until a run that another process works on is tried again
@@ -28,7 +32,7 @@ def prerequisite(job: Job) -> str | None:
 class JobScheduler:
     """Which job is next, and what follows from how one ended."""
 
-    def __init__(self, jobs: dict[str, Job], pool: Pool, progress: SweepProgress, attempts: int) -> None:
+    def __init__(self, jobs: dict[str, Job], pool: "Pool", progress: SweepProgress, attempts: int) -> None:
         self.pool, self.progress, self.attempts = pool, progress, attempts
         self.needs = {name: prerequisite(job) for name, job in jobs.items()}
         # Long ones first: no core waits at the end. With one counts what can begin only after it.

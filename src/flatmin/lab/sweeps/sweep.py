@@ -4,6 +4,7 @@ A sweep keeps its state in the directory of runs only. It may be killed at any t
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -16,14 +17,14 @@ from flatmin.lab.runs.record import RunRecord, read_record
 from flatmin.lab.sweeps.jobs import Job
 from flatmin.lab.sweeps.local_pool import LocalPool, machine_shares
 from flatmin.lab.sweeps.progress import SweepProgress
-from flatmin.lab.sweeps.run_job import Pool, run_job
+from flatmin.lab.sweeps.ray_pool import RayPool
+from flatmin.lab.sweeps.run_job import run_job
 from flatmin.lab.sweeps.scheduler import JobScheduler
 from flatmin.lab.training.engine import CHECKPOINT_SECONDS
 from flatmin.lab.training.session import deferred_signals
 
-__all__ = ["Engine", "Sweeper", "run_job", "sweep"]
-
 Engine = Literal["local", "ray"]
+Pool = LocalPool | RayPool
 ATTEMPTS = 3
 
 
@@ -34,31 +35,37 @@ def sweep(jobs: Sequence[Job], *, what: str = "", **settings: Any) -> dict[str, 
 
 
 @dataclass(kw_only=True)
-class Sweeper:
+class SweepSettings:
+    """How many jobs are run: where, and how many at a time. Also flags of ``flatmin reproduce``."""
+
+    runs: Path
+    """The directory of all runs."""
+    data_root: Path | None = None
+    """The first directory in which datasets are searched for (then FLATMIN_DATA, ./data, the user's cache)."""
+    engine: Engine = "local"
+    """local: processes of this machine; ray: a cluster."""
+    address: str | None = None
+    """Of an existing Ray cluster ("auto" finds one); if None, RAY_ADDRESS, or else a new one on this machine."""
+    processes: int = 0
+    """How many models are trained at once; 0 is as many as there are cores (or GPUs)."""
+    threads: int = 0
+    """Threads of each; 0 is one, or with GPUs an equal share of the cores (with Ray always one)."""
+    checkpoint_seconds: float = CHECKPOINT_SECONDS
+    """Save after this many seconds of training."""
+    deterministic: bool = False
+    """On CUDA, use only deterministic algorithms: slower, and bitwise the same when repeated or resumed."""
+
+
+@dataclass(kw_only=True)
+class Sweeper(SweepSettings, AbstractContextManager["Sweeper"]):
     """Runs what is missing, several jobs at a time. Use it in a ``with`` statement.
 
     Its processes are kept from one call of `run` to the next. If a process dies, its job resumes from the last
     checkpoint, as long as each attempt saves something new. A SpecError names a number that is too small.
     """
 
-    runs: Path
-    """The directory of all runs."""
-    data_root: Path | None = None
-    """Where datasets are searched for first."""
-    engine: Engine = "local"
-    """local: processes on this machine; ray: tasks on a Ray cluster."""
-    address: str | None = None
-    """Of an existing Ray cluster; if None, RAY_ADDRESS, or else a new cluster on this machine."""
-    processes: int = 0
-    """How many jobs at once; 0 is one per GPU, or as many as there are cores for."""
-    threads: int = 0
-    """Per job; 0 is one, or with GPUs an equal share of this machine's cores (with Ray always one)."""
     attempts: int = ATTEMPTS
     """How often a job may fail, or its process die, without having saved anything new."""
-    checkpoint_seconds: float = CHECKPOINT_SECONDS
-    """How long a job trains at most before it saves."""
-    deterministic: bool = False
-    """Train and measure with deterministic algorithms only (see `flatmin.lab.train`)."""
     console: Console | None = None
     """Where to show progress; nowhere if None."""
     _pool: Pool | None = field(default=None, init=False)
@@ -70,9 +77,6 @@ class Sweeper:
                 raise SpecError(f"{name} must be at least {least}, got {getattr(self, name)}.")
         self.runs, self.data_root = self.runs.absolute(), self.data_root and self.data_root.absolute()
 
-    def __enter__(self) -> "Sweeper":
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -80,7 +84,7 @@ class Sweeper:
         """End the processes."""
         if self._pool is not None:
             pool, self._pool = self._pool, None
-            pool.__exit__(None, None, None)
+            pool.__exit__()
 
     def run(self, jobs: Sequence[Job], what: str = "") -> dict[str, RunRecord]:
         """Run all jobs that are not complete and return the records of all, by the names of their runs.
@@ -132,8 +136,6 @@ class Sweeper:
                 deterministic=self.deterministic,
             )
             if self.engine == "ray":
-                from flatmin.lab.sweeps.ray_pool import RayPool
-
                 pool: Pool = RayPool(run, self.runs, self.address, processes=self.processes, threads=self.threads)
             else:
                 pool = LocalPool(run, machine_shares(self.processes, self.threads))

@@ -1,8 +1,4 @@
-"""A run in progress: its model, data and steps, from the last checkpoint to the result.
-
-Everything random is a function of (seed, step, example, worker), and a checkpoint between any two steps holds all the
-rest.
-"""
+"""A run in progress: its model, data and steps, from the last checkpoint to the result."""
 
 import json
 import signal

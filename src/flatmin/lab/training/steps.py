@@ -164,7 +164,8 @@ class Stepper:
 
         before: list[PassMetrics] = []
         if self.optim.direction == "random" and self.optim.part == 1 and not self.statistics:
-            before = [self._measure(piece) for piece in parts]  # SAM itself needs no pass at w
+            with torch.no_grad():  # SAM itself needs no pass at w
+                before = [PassMetrics(*self._forward(piece)) for piece in parts]
         ascends = self.optim.direction == "gradient" and self.optimizer.needs_perturbed_pass
         whole = self.optim.ascent_steps if ascends and self.optim.ascent_part == 1 else 0
         closures = [closure(piece, done, whole) for piece, done in zip(parts, passes, strict=True)]
@@ -233,12 +234,6 @@ class Stepper:
         with autocast(self.precision, self.workers.device):
             logits = self.forward(batch.inputs)
         return loss_and_error(logits, batch, self.optim.label_smoothing)
-
-    @torch.no_grad()
-    def _measure(self, batch: Batch) -> PassMetrics:
-        with autocast(self.precision, self.workers.device):
-            logits = self.network(batch.inputs)
-        return PassMetrics(*loss_and_error(logits, batch, self.optim.label_smoothing))
 
     def _decay(self, parameters: list[Tensor]) -> Tensor | float:
         if self.optim.decay == "optimizer" or self.optim.weight_decay == 0:

@@ -34,7 +34,6 @@ class TrainedModel:
     """A model as its run left it, in evaluation mode, and the dataset it was trained on."""
 
     directory: Path
-    """Of the run."""
     experiment: Experiment
     network: nn.Module
     dataset: Dataset
@@ -59,18 +58,13 @@ class TrainedModel:
         loaded = _load_weights(network, self.directory, epoch)
         return replace(self, network=network, epoch=loaded["epoch"], step=loaded.get("step"))
 
-    def training_batches(self, num_examples: int | None = None, batch_size: int = 500) -> list[tuple[Tensor, Tensor]]:
-        """Return the first ``num_examples`` training examples (all if None), with the labels they were trained with.
+    def batches(
+        self, images: Images, num_examples: int | None = None, batch_size: int = 500
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Return the first ``num_examples`` examples (all if None) of a part of the dataset, not augmented.
 
-        They are not augmented; labels may be noisy.
+        Training examples have the labels they were trained with, which may be noisy.
         """
-        return self._batches(self.dataset.train, num_examples, batch_size)
-
-    def test_batches(self, num_examples: int | None = None, batch_size: int = 500) -> list[tuple[Tensor, Tensor]]:
-        """Return the first ``num_examples`` test examples with their labels; all if None."""
-        return self._batches(self.dataset.test, num_examples, batch_size)
-
-    def _batches(self, images: Images, num_examples: int | None, batch_size: int) -> list[tuple[Tensor, Tensor]]:
         batches: list[tuple[Tensor, Tensor]] = []
         for batch in self.pipeline.evaluation(images.take(np.arange(len(images.labels))[:num_examples])):
             batches += zip(batch.inputs.split(batch_size), batch.labels.split(batch_size), strict=True)  # type: ignore[no-untyped-call]
