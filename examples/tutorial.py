@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from flatmin import SAM, HessianOperator, loss_landscape, m_sharpness, spectral_density, suggest_rho, top_eigenvalues
-from flatmin.lab.data.digits import load_digits
+from flatmin.lab.data.embedded import load_digits
 
 images, labels = load_digits()  # 1,797 handwritten digits of 8 x 8 pixels, embedded in flatmin
 order = np.random.default_rng(0).permutation(len(labels))
