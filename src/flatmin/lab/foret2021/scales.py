@@ -89,8 +89,9 @@ LAPTOP_RHO = 0.2
 """SAM's rho on a laptop, where a figure does not choose it."""
 LAPTOP_EPOCHS = LAPTOP_START.epochs
 NUM_CURVATURE_REPLICAS = 10
+TABLE8_REPLICAS = 3
 TUNED_RHOS = (0.05, 0.1, 0.2)
-"""What landscapes and spectra choose from, on a laptop."""
+"""What landscapes choose from, on a laptop."""
 
 
 def sam_rho(scale: Scale, paper: Experiment) -> float:
@@ -114,7 +115,7 @@ def tuned_rho(
 
 
 def curvature_seeds(scale: Scale) -> tuple[int, ...]:
-    """Return the seeds of landscapes and spectra, which spread more than errors: ten replicas on a laptop."""
+    """Return the seeds of landscapes, which spread more than errors: ten replicas on a laptop."""
     return tuple(range(NUM_CURVATURE_REPLICAS)) if scale == "laptop" else replica_seeds(scale)
 
 
