@@ -15,8 +15,8 @@ from flatmin.lab.sweeps.spectrum_at_loss import SpectrumAtLoss
 from invented_runs import cells, in_process, invented_findings, only, wobble
 
 HESSIAN = ITEMS["hessian"]
-END = len(LIMITS) * 2
-"""The number of the verdict on the end of training: after one for each loss and augmentation."""
+END = len(LIMITS)
+"""The number of the verdict on the end of training: after one for each loss."""
 
 
 def method_of(job):
@@ -55,48 +55,45 @@ def facts(at_loss, at_end=lambda job: (1.0, 3.0), never=lambda job, limit: False
     return found
 
 
-def sam_is(factor, limits=LIMITS, augments=("none", "basic")):
+def sam_is(factor, limits=LIMITS):
     """Return lambda_max and ratio: SAM's is a multiple of SGD's at some losses, and as large at others."""
 
     def at_loss(job, limit):
-        here = method_of(job) == "SAM" and limit in limits and job.experiment.data.augment in augments
+        here = method_of(job) == "SAM" and limit in limits
         return 8.0 * (factor if here else 1.0), 3.0
 
     return at_loss
 
 
-def test_curvature_is_compared_by_its_logarithm_at_each_loss_with_and_without_augmentation():
+def test_curvature_is_compared_by_its_logarithm_at_each_loss():
     found = invented_findings(HESSIAN, "laptop", metrics, facts(sam_is(0.1)))
-    assert [v.status for v in found.verdicts] == ["reproduced"] * 6 + ["inconclusive"]
-    assert [v.claim for v in found.verdicts[2:4]] == [
-        "At a training loss of 0.03, without augmentation: SAM's lambda_max is smaller.",
-        "At a training loss of 0.3, basic augmentation: SAM's lambda_max is smaller.",
-    ]
+    assert [v.status for v in found.verdicts] == ["reproduced"] * 3 + ["inconclusive"]
+    assert found.verdicts[2].claim == "At a training loss of 0.03, without augmentation: SAM's lambda_max is smaller."
     assert "log10 of lambda_max at a training loss of 0.3, without augmentation: -0.0" in found.verdicts[0].evidence
-    assert "Holm's correction for 8 comparisons" in found.verdicts[0].evidence
+    assert "Holm's correction for 5 comparisons" in found.verdicts[0].evidence
     (comparison,) = found.verdicts[0].comparisons
-    assert comparison.num_pairs == 5
+    assert comparison.num_pairs == 10
     assert comparison.difference.mean == pytest.approx(-1.0, abs=0.01)
     at_loss, where, end = found.tables
-    assert [(row[0], row[1]) for row in at_loss.rows] == [(a, f"{x:g}") for a in ("none", "basic") for x in LIMITS]
+    assert [(row[0], row[1]) for row in at_loss.rows] == [("none", f"{x:g}") for x in LIMITS]
     assert at_loss.rows[0][2].measured.mean == pytest.approx(8.0, rel=0.01)
     assert at_loss.rows[0][3].measured.mean == pytest.approx(0.8, rel=0.01)
     assert where.rows[1][4].measured.mean == pytest.approx(0.09)  # the loss there, of SGD
     assert end.rows[0][2].claimed == "approximately 24"
     assert end.rows[2][3].claimed == "up to 2.6"
-    assert [row[1] for row in end.rows].count("rho") == 2
+    assert [row[1] for row in end.rows].count("rho") == 1
 
 
 @pytest.mark.parametrize(
-    ("factor", "limits", "augments", "reproduced", "others"),
+    ("factor", "limits", "reproduced", "others"),
     [
-        (0.1, (0.1,), ("none",), [1], "inconclusive"),
-        (0.1, (0.03,), ("none", "basic"), [2, 5], "inconclusive"),
-        (10.0, LIMITS, ("none", "basic"), [], "not reproduced"),
+        (0.1, (0.1,), [1], "inconclusive"),
+        (0.1, (0.3, 0.03), [0, 2], "inconclusive"),
+        (10.0, LIMITS, [], "not reproduced"),
     ],
 )
-def test_each_loss_and_augmentation_is_judged_by_itself(factor, limits, augments, reproduced, others):
-    found = invented_findings(HESSIAN, "laptop", metrics, facts(sam_is(factor, limits, augments)))
+def test_each_loss_is_judged_by_itself(factor, limits, reproduced, others):
+    found = invented_findings(HESSIAN, "laptop", metrics, facts(sam_is(factor, limits)))
     statuses = [v.status for v in found.verdicts[:END]]
     assert statuses == ["reproduced" if i in reproduced else others for i in range(END)]
 
@@ -104,16 +101,16 @@ def test_each_loss_and_augmentation_is_judged_by_itself(factor, limits, augments
 @pytest.mark.parametrize("method", ["SGD", "SAM"])
 def test_where_one_run_never_reaches_a_loss_nothing_is_tested_there_and_the_others_are(method):
     def never(job, limit):
-        return method_of(job) == method and job.seed == 2 and limit == 0.03 and job.experiment.data.augment == "basic"
+        return method_of(job) == method and job.seed == 2 and limit == 0.03
 
     found = invented_findings(HESSIAN, "laptop", metrics, facts(sam_is(0.1), never=never))
-    assert [v.status for v in found.verdicts[:END]] == ["reproduced"] * 5 + ["not tested at this scale"]
-    lost = found.verdicts[5]
-    assert f"the loss of 1 of 5 runs of {method} never falls below 0.03" in lost.evidence
+    assert [v.status for v in found.verdicts[:END]] == ["reproduced"] * 2 + ["not tested at this scale"]
+    lost = found.verdicts[2]
+    assert f"the loss of 1 of 10 runs of {method} never falls below 0.03" in lost.evidence
     assert not lost.comparisons
-    row = found.tables[0].rows[5]
+    row = found.tables[0].rows[2]
     shown = dict(zip(("SGD", "SAM"), row[2:4], strict=True))
-    assert {m: len(cell.values) for m, cell in shown.items()} == {"SGD": 5, "SAM": 5} | {method: 4}
+    assert {m: len(cell.values) for m, cell in shown.items()} == {"SGD": 10, "SAM": 10} | {method: 9}
     assert row[4] == ""
     assert found.num_missing == 0
 
@@ -135,8 +132,8 @@ def test_a_missing_run_is_not_one_that_never_reaches_a_loss():
     some = only(lambda job: job.seed != 4, metrics)
     found = invented_findings(HESSIAN, "laptop", some, facts(sam_is(0.1), never=lambda job, limit: job.seed == 2))
     assert {v.status for v in found.verdicts} == {"not tested"}
-    assert "3 of 5 pairs are available" in found.verdicts[0].evidence
-    assert found.num_missing == 4
+    assert "8 of 10 pairs are available" in found.verdicts[0].evidence
+    assert found.num_missing == 2
     assert not cells(found, Comparison)
 
 
@@ -161,21 +158,19 @@ def test_the_end_of_training_is_judged_by_the_largest_eigenvalue_and_its_ratio_t
     over, ratios, density, *_ = found.figures
     assert list(over.series[0].x) == list(ratios.series[0].x) == list(LIMITS)
     assert over.series[0].y[0] == pytest.approx(8.0, rel=0.01)
-    assert len(found.figures) == 6
+    assert len(found.figures) == 3
     for series in density.series:
         assert np.trapezoid(series.y, series.x) == pytest.approx(1.0, abs=0.05)
 
 
-def test_the_gate_at_the_end_is_the_training_error_of_sgd_without_augmentation():
+def test_the_gate_at_the_end_is_the_training_error_of_sgd():
     def unfit(job):
-        return metrics(job) | {
-            "train_error": 0.03 * (method_of(job) == "SGD" and job.experiment.data.augment == "none")
-        }
+        return metrics(job) | {"train_error": 0.03 * (method_of(job) == "SGD")}
 
     found = invented_findings(HESSIAN, "laptop", unfit, facts(sam_is(0.1)))
     assert found.verdicts[END].status == "not tested at this scale"
     assert "SGD ends with a training error of 3.0 %, above 2 %" in found.verdicts[END].evidence
-    assert [v.status for v in found.verdicts[:END]] == ["reproduced"] * 6  # whoever reaches a loss is at that loss
+    assert [v.status for v in found.verdicts[:END]] == ["reproduced"] * 3  # whoever reaches a loss is at that loss
 
 
 def test_eigenvalues_that_did_not_converge_are_counted():
@@ -186,16 +181,16 @@ def test_eigenvalues_that_did_not_converge_are_counted():
         return values
 
     notes = invented_findings(HESSIAN, "laptop", metrics, found).notes
-    assert "In 4 of 80 spectra the largest eigenvalues had not converged." in notes  # three losses and the end
+    assert "In 2 of 80 spectra the largest eigenvalues had not converged." in notes  # three losses and the end
 
 
 def test_the_plan_says_what_is_run_compared_and_measured():
     plan = plan_of(HESSIAN, "laptop")
-    assert len(plan["comparisons"]) == 8
+    assert len(plan["comparisons"]) == 5
     assert plan["comparisons"][0] == "log10 of lambda_max at a training loss of 0.3, without augmentation: SAM vs. SGD"
-    assert set(plan["groups"]) == {f"{a}, {m}" for a in ("none", "basic") for m in ("SGD", "SAM")}
+    assert set(plan["groups"]) == {"none, SGD", "none, SAM"}
     for name, group in plan["groups"].items():
-        assert group["seeds"] == [0, 1, 2, 3, 4]
+        assert group["seeds"] == list(range(10))
         assert group["spec"]["keep_every"] == 1
         assert group["spec"]["model"] == {"name": "wrn-10-2", "norm": "none"}
         assert group["spec"]["optim"].get("rho") == ("auto" if "SAM" in name else None)

@@ -31,7 +31,7 @@ SPREADS: dict[str, tuple[float, str, int, str]] = {
     **dict.fromkeys(("rho-0.05", "fine-tuning-rho-0.05", "m-and-rho", "p-norm"), ERROR_SPREAD),
     **dict.fromkeys(("second-order", "inner-steps"), ERROR_SPREAD),
     "landscape": (1.2, "in the mean rise of the loss", NUM_CURVATURE_REPLICAS, "five pairs of Figure 1"),
-    "hessian": (0.12, "in log10 of lambda_max", NUM_REPLICAS, "ten pairs of an earlier protocol, at epochs 4 and 20"),
+    "hessian": (0.12, "in log10 of lambda_max", NUM_CURVATURE_REPLICAS, "an earlier protocol at epochs 4 and 20"),
     "noise-and-rho": (0.8, "points of validation error", TABLE8_REPLICAS, "Table 1 on Fashion-MNIST"),
 }
 """Standard deviation of the differences between pairs, its unit, the number of pairs on a laptop, and where the spread

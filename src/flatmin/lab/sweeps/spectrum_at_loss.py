@@ -17,8 +17,6 @@ from flatmin.lab.sweeps.measurements import COUNT, Measured, Measurement, Range
 from flatmin.lab.training.trained_model import TrainedModel
 from flatmin.measures import HessianOperator, top_eigenvalues
 
-POSITIVE: Range = (lambda value: value > 0, "positive")
-
 
 def first_below(losses: Iterable[tuple[int, float]], limits: Sequence[float]) -> dict[float, tuple[int, float] | None]:
     """Return for each limit the first epoch whose loss is below it, with that loss; None if there is none.
@@ -55,15 +53,12 @@ class SpectrumAtLoss(Measurement):
             "one or several positive numbers",
         ),
         "num_eigenvalues": COUNT,
-        "tol": POSITIVE,
     }
 
     limits: tuple[float, ...] = (0.3, 0.1, 0.03)
     """What the loss has to fall below."""
     num_eigenvalues: int = 5
     """How many of the largest eigenvalues."""
-    tol: float = 1e-3
-    """The residual of every eigenvalue, relative to it."""
 
     def measure(self, trained: TrainedModel, target: Path) -> Measured:
         """Evaluate the saved weights in order, as far as needed, and measure the Hessian where a limit is passed."""
@@ -91,7 +86,7 @@ class SpectrumAtLoss(Measurement):
         }, None
 
     def _eigenvalues(self, network: nn.Module, data: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Any]:
-        top = top_eigenvalues(HessianOperator(network, F.cross_entropy, data), self.num_eigenvalues, tol=self.tol)
+        top = top_eigenvalues(HessianOperator(network, F.cross_entropy, data), self.num_eigenvalues)
         return {
             "lambda_max": float(top.values[0]),
             "eigenvalues": top.values.tolist(),

@@ -1,6 +1,6 @@
 """Figure 3, left (Section 4.2): the curvature of models trained with SGD and with SAM, at equal training loss.
 
-    flatmin reproduce hessian --scale laptop    # half an hour on two cores, most of it measuring
+    flatmin reproduce hessian --scale laptop    # twenty minutes on two cores, most of it measuring
 
 The Hessian of cross-entropy shrinks with the loss, so models are compared where their loss is the same, and also at the
 end of training, as in the paper. All verdicts are in docs/reproduction.md.
@@ -24,7 +24,7 @@ from flatmin.lab.foret2021.figures.hessian_tables import (
 )
 from flatmin.lab.foret2021.item_findings import findings, hyperparameters, item, rules_of
 from flatmin.lab.foret2021.protocol import MOST_TRAIN_ERROR
-from flatmin.lab.foret2021.scales import jobs_for, replica_seeds, start
+from flatmin.lab.foret2021.scales import curvature_seeds, jobs_for, start
 from flatmin.lab.foret2021.settings import HESSIAN, HESSIAN_AT_EPOCHS
 from flatmin.lab.spec.experiment import Augment, Experiment, Model
 from flatmin.lab.studies.contrasts import Contrast, Family, mean
@@ -39,8 +39,8 @@ LIMITS = (0.3, 0.1, 0.03)
 """Of the training loss."""
 AT_LOSS: dict[Scale, SpectrumAtLoss] = {
     "paper": SpectrumAtLoss(limits=LIMITS),
-    "laptop": SpectrumAtLoss(limits=LIMITS, tol=1e-2),
-    "smoke": SpectrumAtLoss(limits=(100.0, 10.0), num_examples=16, tol=1e-2),  # any model is below
+    "laptop": SpectrumAtLoss(limits=LIMITS),
+    "smoke": SpectrumAtLoss(limits=(100.0, 10.0), num_examples=16),  # any model is below
 }
 AT_END: dict[Scale, Spectrum] = {
     "paper": Spectrum(steps=80, probes=4, num_examples=10_000),
@@ -52,8 +52,6 @@ KEEP_EVERY: dict[Scale, int] = {"paper": 10, "laptop": 1, "smoke": 1}
 SAM_RHOS: dict[Scale, float | str] = {"paper": HESSIAN.optim.rho, "laptop": "auto", "smoke": "auto"}
 LAPTOP_BATCH_SIZE = 32
 """Without batch norm a model fits its training set only with four times as many steps."""
-AUGMENTED_EPOCHS = 80
-"""With augmentation it takes twice the epochs."""
 
 
 def hessian_jobs(scale: Scale, known: Known) -> dict[Key, list[Job]]:
@@ -63,7 +61,7 @@ def hessian_jobs(scale: Scale, known: Known) -> dict[Key, list[Job]]:
     for augment, sgd in hessian_experiments(scale).items():
         for method, rho in (("SGD", 0.0), ("SAM", SAM_RHOS[scale])):
             kept = replace(sgd, keep_every=KEEP_EVERY[scale], optim=replace(sgd.optim, rho=rho))
-            jobs[augment, method] = jobs_for(kept, f"hessian/{augment}/{method}", replica_seeds(scale), measurements)
+            jobs[augment, method] = jobs_for(kept, f"hessian/{augment}/{method}", curvature_seeds(scale), measurements)
     return jobs
 
 
@@ -118,7 +116,10 @@ def hessian(scale: Scale, known: Known) -> Findings:
 
 
 def hessian_experiments(scale: Scale) -> dict[Augment, Experiment]:
-    """Return the models without batch norm that are trained with SGD, by augmentation; the paper names none."""
+    """Return the models without batch norm that are trained with SGD, by augmentation.
+
+    The paper does not name it. On a laptop they have none: with augmentation they do not fit (`RULES`).
+    """
     model = Model(name={"paper": HESSIAN.model.name, "laptop": "wrn-10-2", "smoke": "wrn-10-1"}[scale], norm="none")
     sgd = replace(start(scale, HESSIAN, rho=0.0), model=model)
     if scale == "paper":
@@ -128,9 +129,8 @@ def hessian_experiments(scale: Scale) -> dict[Augment, Experiment]:
         data=replace(sgd.data, batch_size=min(sgd.data.batch_size, LAPTOP_BATCH_SIZE)),
         optim=replace(sgd.optim, clip_norm=HESSIAN.optim.clip_norm),
     )
-    epochs = AUGMENTED_EPOCHS if scale == "laptop" else sgd.epochs
-    augmented = replace(sgd, data=replace(sgd.data, augment="basic"), epochs=epochs, evaluate_every=epochs)
-    return {"none": sgd, "basic": augmented}
+    augmented = replace(sgd, data=replace(sgd.data, augment="basic"))
+    return {"none": sgd} if scale == "laptop" else {"none": sgd, "basic": augmented}
 
 
 def _spectra(scale: Scale) -> dict[int | None, Spectrum]:
@@ -174,6 +174,25 @@ def _unconverged(models: Mapping[Key, Replicas]) -> list[str]:
     return [f"In {bad} of {len(spectra)} spectra the largest eigenvalues had not converged."] if bad else []
 
 
-RULES = ("TO BE WRITTEN",)
+RULES = (
+    "Claim: where the training loss first falls below 0.3, 0.1 and 0.03, SAM's lambda_max is smaller than SGD's. The "
+    "weights of every epoch are kept, and evaluated on all training images in the order of epochs until the loss is "
+    "below the last value; it need not fall steadily. There the five largest eigenvalues of the Hessian of that loss, "
+    "on all images, are measured. At the end of training, as in the paper: on 200 images, with the density.",
+    "Gate: at a value of the loss all runs of both methods have to fall below it; at the end SGD's training error has "
+    f"to be at most {MOST_TRAIN_ERROR:g} %. Otherwise the verdict there is “not tested at this scale”.",
+    "rho: 1 times the suggestion, without a grid. Learning rate 0.1, weight decay 0.0005, clipping at 5: not tuned.",
+    "Tests: paired by seed, two-sided t-test, 5 %, of log10 of lambda_max at each of the three values, and of "
+    "lambda_max and lambda_max/lambda_5 at the end; Holm's correction over these five. lambda_max/lambda_5 at equal "
+    "loss, the epochs, and the losses at the measured weights are shown, not tested.",
+    "Not with augmentation: in pilots with basic augmentation (one run each of 80 epochs, seed 2000) the evaluated "
+    "loss ended at 0.24 with SGD and at 0.42 with SAM, and with 200 epochs or more the item would not fit its budget "
+    "of 5 million image passes, measuring included. (A product with the Hessian counts as two passes over all images; "
+    "five eigenvalues took 19 in a pilot.)",
+    "Known when the plan was registered: a pilot of SAM without augmentation (seed 2000, which no other run has; rho "
+    "0.14) fell below the three values after epochs 14, 21 and 27 of 40. Of an earlier protocol, ten pairs with rho = "
+    "0.2 and spectra on 200 images (results/hessian-at-epochs): SAM's lambda_max was 0.38 of SGD's after epoch 4, 0.23 "
+    "after epoch 20 and 2.9 times SGD's at the end, after epoch 40; post hoc, at matched loss, 0.29.",
+)
 
 SPECTRA = item("hessian", hessian_jobs, hessian)
