@@ -134,7 +134,7 @@ def test_what_items_cost_is_known_and_a_laptop_can_pay_for_all_of_them():
     data = Data(name="cifar10", train_size=1, image_size=16)
     unit = Experiment(data=data, model=Model(name="wrn-10-2"), epochs=1)
     everything = [job for name in ITEMS for job in plan(name, "laptop")]
-    assert training_flops(everything) < 130e6 * training_flops([Job(experiment=unit)])  # 20 core hours
+    assert training_flops(everything) < 133e6 * training_flops([Job(experiment=unit)])  # 20.5 core hours
     for name in ITEMS.keys() - {"predictive"}:  # whose models are others'
         jobs = plan(name, "paper")
         assert cost(jobs) > 0

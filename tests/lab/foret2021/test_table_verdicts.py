@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import random
 from dataclasses import replace
 
 import numpy as np
@@ -65,7 +66,7 @@ def best_rho_is(best, train_error=0.0):
 
     def metrics(job):
         rho = job.experiment.optim.rho
-        error = 0.1 + abs(rho - best) + 0.5 * (rho == 0) + wobble(job.seed + round(100 * rho))
+        error = 0.1 + abs(rho - best) + 0.5 * (rho == 0) + random.Random(job.name).gauss(0, 1e-3)
         return {"valid_error": error, "test_error": 1 - error, "train_error": train_error * (rho == 0)}
 
     return metrics
