@@ -146,13 +146,14 @@ def _named(replicas: Replicas, rho: float) -> Replicas:
 def _contrasts(runs: Mapping[float, Replicas], rho: float, percent: int, scale: Scale) -> dict[str, Contrast]:
     """Return the claims that a rho beats training without SAM, and the other rhos: the one of them that is best here.
 
-    The second has no pairs before all replicas of all of them are there: which one is best is not known.
+    The second has no pairs before all replicas of the noise level are there: neither is it known which one is best nor
+    whether training without SAM fits its labels.
     """
     quantity = f"validation error, {percent} % noise, %"
     others = [group for other, group in runs.items() if other not in (0.0, rho)]
     contrasts = {"training without SAM": runs[rho].lower_than(runs[0.0], quantity, "valid_error")}
     if others:
-        complete = all(len(group.by_seed("valid_error")) == len(group.records) for group in others)
+        complete = all(len(group.by_seed("valid_error")) == len(group.records) for group in runs.values())
         rival = min(others, key=lambda group: mean(group.by_seed("valid_error").values())) if complete else others[0]
         against = runs[rho].lower_than(rival, quantity, "valid_error")
         what = f"the best other rho ({', '.join(group.name.removeprefix('rho = ') for group in others)})"
