@@ -1,7 +1,7 @@
 """Tables 4 and 8 (Section 3.3, Appendix C.1): models trained on noisy labels.
 
     flatmin reproduce label-noise   --scale laptop    # three and a half hours on two cores
-    flatmin reproduce noise-and-rho --scale laptop    # 12 minutes on two cores
+    flatmin reproduce noise-and-rho --scale laptop    # half an hour on two cores
 
 On a laptop the protocol is `protocol`'s. SGD may also stop early, on a clean validation set or on a noisy one.
 All verdicts are in docs/reproduction.md.
@@ -72,7 +72,7 @@ TABLE8_RULES = (
     f"most {protocol.MOST_NOISY_TRAIN_ERROR:g} %, on the labels that the first model predicts.",
     "The paper's rho (0.1, and 0.05 at 80 % noise) is compared with training without SAM, and with the best of the "
     "other rhos above 0: the one with the lowest mean. rho is not in units of the suggestion: the claim names values.",
-    f"Three replicas (seeds 0 to {TABLE8_REPLICAS - 1}) of one model each: 40 epochs without augmentation, as before. "
+    f"Three replicas of each cell (seeds 0 to {TABLE8_REPLICAS - 1}): 40 epochs without augmentation, as before. "
     "The error is on the clean validation set, a tenth of Fashion-MNIST, as in the paper's table.",
     "Tests: paired by seed, two-sided t-test, 5 %, Holm's correction over the six comparisons.",
     "Known when the plan was registered: one run of each cell, with the seed 1000. Its lowest error was at rho = 0.2 "
