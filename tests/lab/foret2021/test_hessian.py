@@ -115,19 +115,6 @@ def test_where_one_run_never_reaches_a_loss_nothing_is_tested_there_and_the_othe
     assert found.num_missing == 0
 
 
-def test_a_loss_that_no_run_reaches_does_not_leave_other_verdicts_open():
-    """It counts as one of the family that is not rejected, and not as one that may still come."""
-
-    def slightly(job, limit):
-        return 8.0 * (10 ** (0.004 * (job.seed % 2) - 0.003) if method_of(job) == "SAM" else 1.0), 3.0
-
-    found = invented_findings(HESSIAN, "laptop", metrics, facts(slightly, never=lambda job, limit: limit == 0.03))
-    statuses = {v.status for v in found.verdicts[:2]}
-    assert statuses <= {"inconclusive", "reproduced", "not reproduced"}
-    assert "open until" not in "".join(v.evidence for v in found.verdicts)
-    assert found.verdicts[2].status == "not tested at this scale"
-
-
 def test_a_missing_run_is_not_one_that_never_reaches_a_loss():
     some = only(lambda job: job.seed != 4, metrics)
     found = invented_findings(HESSIAN, "laptop", some, facts(sam_is(0.1), never=lambda job, limit: job.seed == 2))
