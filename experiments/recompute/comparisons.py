@@ -20,6 +20,11 @@ AGAINST = re.compile(
     r"([^;]+?): (-?[\d.e+-]+) \(((?:[^()]|\([^()]*\))*)\) against (-?[\d.e+-]+) \(((?:[^()]|\([^()]*\))*)\); "
     rf"difference (-?[\d.e+-]+) ± ([\d.e+-]+), n = (\d+), ({P_VALUE})"
 )
+PARTIAL = re.compile(
+    r"([^;]+?): (-?[\d.e+-]+) \(((?:[^()]|\([^()]*\))*)\) against (-?[\d.e+-]+) \(((?:[^()]|\([^()]*\))*)\); "
+    r"(\d+) of (\d+) pairs are available, nothing is judged before all are"
+)
+UNTESTABLE = re.compile(r"([^;]+?): not a test at this scale: ([^;]+?)(?=;|\.$)")
 NO_PAIR = re.compile(r"([^;]+?): no pair of runs of (.+?) and (.+?) is available")
 CLAIM = re.compile(r"(.+?): (.+) has a lower (.+?) than (.+?)\.( \(ours\))?")
 METRICS = {"test error": "test_error", "test loss": "test_loss", "calibration error": "test_ece"}
@@ -61,6 +66,10 @@ class Comparison:
     waiting: int = 0
     gated: bool = False
     """Whether its gate says that it is no test at this scale."""
+    untestable: str = ""
+    """Why its runs are no test, as the page says it."""
+    asked: int = 2
+    """With fewer pairs nothing is tested."""
 
     @property
     def seeds(self):
@@ -75,7 +84,7 @@ class Comparison:
     @property
     def p(self):
         """The p-value of the paired t-test."""
-        if len(self.seeds) < 2:
+        if len(self.seeds) < max(2, self.asked):
             return math.nan
         both = paired_p([self.low[s] for s in self.seeds], [self.high[s] for s in self.seeds])
         if not self.one_sided:
@@ -90,6 +99,8 @@ class Comparison:
     @property
     def status(self):
         """What it says of its claim."""
+        if self.untestable:
+            return "not tested at this scale"
         if math.isnan(self.p_holm) or self.is_open:
             return "not tested"
         if self.p_holm >= SIGNIFICANT:

@@ -7,7 +7,7 @@ from functools import cache
 
 import numpy as np
 from recompute.page import NUMBER, interval
-from recompute.runs import RATIO, cosines, curve, factor, facts, optim, percent, spectra
+from recompute.runs import at_loss, cosines, curve, factor, facts, limits, optim, percent
 from scipy import stats
 
 NUM_SHUFFLES, NUM_SWAPS = 200, 199
@@ -133,7 +133,7 @@ def check_figures(item, items):
 
 def _nodes(run, epoch):
     """Return where a run's finest spectrum has its nodes, at an epoch or at the end."""
-    found = [f for n, f in run["measured"].items() if n.startswith("spectrum")]
+    found = [f for n, f in run["measured"].items() if n.startswith("spectrum-")]
     epoch = max(f["epoch"] for f in found) if epoch is None else epoch
     return max((f["nodes"] for f in found if f["epoch"] == epoch), key=len)
 
@@ -172,10 +172,10 @@ def _points(item, items, block):
         for series in dict.fromkeys(row[0] for row in block.rows if row[0].startswith("measured: ")):
             values = sorted(reductions(items, series.removeprefix("measured: "))[0])
             yield from (((series, float(i)), (i, [value], name)) for i, (value, name) in enumerate(values))
-    elif title in ("lambda_max along training", "lambda_max/lambda_5 along training"):
-        name = RATIO if "/" in title else "lambda_max"
-        for (series, epoch), found in _grouped(runs, _method, spectra).items():
-            yield (series, float(epoch)), [f[name] for f in found]
+    elif match := re.match(r"(lambda_max(?:/lambda_5)?) over the training loss", title):
+        read = lambda run: {x: a[match[1]] for x in limits(run) if (a := at_loss(run, x)) is not None}  # noqa: E731
+        for (series, limit), found in _grouped(runs, _method, read).items():
+            yield (series, limit), found
     elif title.startswith("Test error over ") and "training" not in title:
         yield from _over_rho(item, runs, title)
     elif title.startswith("Cosine between"):

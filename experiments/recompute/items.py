@@ -12,19 +12,46 @@ from recompute.comparisons import (
     METRICS,
     NO_PAIR,
     OVER_PAIRS,
+    PARTIAL,
     PLANNED,
+    UNTESTABLE,
     Comparison,
     Entry,
 )
 from recompute.page import NOTHING, NUMBER, RUN
-from recompute.runs import TUNING_SEED, factor, gains, holm, key, misnamed, optim, passes, percent, quantity
+from recompute.runs import (
+    AT_LOSS,
+    TUNING_SEED,
+    at_loss,
+    factor,
+    gains,
+    holm,
+    key,
+    misnamed,
+    optim,
+    passes,
+    percent,
+    quantity,
+)
 from recompute.settings import setting_text
 
 CHECKED_LATER = ("", "method", "condition", "model", "augmentation", "dataset", "problem", "in code", "perturbation")
-CHECKED_LATER += ("training", "noise", "m", "rho", "ascent steps", "noisy labels", "setting", "passes", "learning rate")
-CHECKED_LATER += ("share of SAM's gain", "of a shuffled measure (95 %)", "Kendall's tau")
+CHECKED_LATER += (
+    "training",
+    "training loss",
+    "noise",
+    "m",
+    "rho",
+    "ascent steps",
+    "noisy labels",
+    "setting",
+    "passes",
+    "learning rate",
+)
+CHECKED_LATER += ("learning rate", "share of SAM's gain", "of a shuffled measure (95 %)", "Kendall's tau")
 """Columns of labels, which runs are compared with, and of numbers that are computed of others."""
 TABLES_CHECKED_LATER = ("The bound on the error", "The condition: what Gaussian noise adds", "How model, learning rate")
+AUGMENTED = {"none": "without augmentation", "basic": "basic augmentation"}
 EDGE = "rho at the edge of its grid"
 KEPT = 0.9
 """The share of SAM's gain that a cheap method has to keep."""
@@ -102,6 +129,8 @@ class Item:
         stored = self.study.replicas(entry.runs[0]["spec"])
         if TUNING_SEED not in {run["seed"] for run in entry.runs}:
             stored = {seed: name for seed, name in stored.items() if seed != TUNING_SEED}
+        if entry.caption in AT_LOSS:  # a run that never falls below a loss has no number there
+            stored = {s: n for s, n in stored.items() if at_loss(self.study.runs[n], float(entry.row[1])) is not None}
         self.tally.same("runs", where, sorted(run["name"] for run in entry.runs), sorted(stored.values()))
         self.tally.same("runs", where, len(specs), 1)
         label = f"{entry.label}, {entry.caption}" if " labels" in entry.caption else entry.label
@@ -150,6 +179,9 @@ class Item:
         """Return the comparison of a table's entry: the one of a verdict, or of two entries of its row."""
         names = match[2], match[3]
         known = [c for group in self.comparisons for c in group if c.names == names]
+        if block.header[0] == "augmentation" and row[0] in AUGMENTED:
+            what = f"log10 of lambda_max at a training loss of {row[1]}" if block.caption in AT_LOSS else row[1]
+            return next(c for c in known if c.metric == f"{what}, {AUGMENTED[row[0]]}")
         if block.caption.startswith("Comparisons: "):
             metric = next(m for m in METRICS if m in block.caption)
             return next(c for c in known if (c.condition, c.metric) == (row[0], metric))
@@ -219,8 +251,9 @@ class Item:
                 planned = sum(text.endswith(" (ours)") == ours for text in texts)
             missing = planned - len(family)
             p_values = [c.p for c in family]
-            waiting = missing + sum(len(c.seeds) < 2 for c in family)
-            at_best = holm([0.0 if len(c.seeds) < 2 else c.p for c in family] + [0.0] * missing)
+            waits = [len(c.seeds) < max(2, c.asked) and not c.untestable for c in family]
+            waiting = missing + sum(waits)
+            at_best = holm([0.0 if w else c.p for w, c in zip(waits, family, strict=True)] + [0.0] * missing)
             for c, adjusted, best in zip(family, holm(p_values, missing), at_best, strict=False):
                 c.p_holm, c.p_best, c.family, c.waiting = adjusted, best, planned, waiting
 
@@ -246,6 +279,12 @@ class Item:
         else:
             for match in AGAINST.finditer(evidence):
                 yield self._samples(claim, match[1].strip(), match[3], match[5])
+            for match in PARTIAL.finditer(evidence):
+                found = self._samples(claim, match[1].strip(), match[3], match[5])
+                found.asked = int(match[7])
+                yield found
+            for match in UNTESTABLE.finditer(evidence):
+                yield Comparison(("", ""), metric=match[1].strip(), untestable=match[2])
             for match in NO_PAIR.finditer(evidence):
                 yield Comparison((match[2], match[3]), metric=match[1].strip())
 
@@ -286,6 +325,18 @@ class Item:
         elif match := re.fullmatch(r"cosine, (\w+ order) training", what):
             found = [self._rows(match[1], f"cosine, {name}")[0] for name in (a, b)]
             reads = [quantity(f" |  | {e.column}") for e in found]
+        elif match := re.fullmatch(r"log10 of lambda_max at a training loss of ([\d.]+), (.+)", what):
+            rows = [e for e in self.entries if e.caption == AT_LOSS[0] and AUGMENTED[e.row[0]] == match[2]]
+            found = [next(e for e in rows if (e.row[1], e.column) == (match[1], name)) for name in (a, b)]
+            reads = [lambda run: math.log10(at_loss(run, float(match[1]))["lambda_max"])] * 2
+        elif match := re.fullmatch(r"(lambda_max(?:/lambda_5)? at the end), (.+)", what):
+            rows = [e for e in self.entries if e.row[1:] == [match[1]] and AUGMENTED[e.row[0]] == match[2]]
+            found = [next(e for e in rows if e.column == name) for name in (a, b)]
+            reads = [quantity(f" | {match[1]} | ")] * 2
+        elif match := re.fullmatch(r"validation error, (\d+ % noise), %", what):
+            rhos = ["0" if name == "without SAM" else name.removeprefix("rho = ") for name in (a, b)]
+            found = [next(e for e in self.entries if (e.row, e.column) == ([rho], match[1])) for rho in rhos]
+            reads = [percent("valid_error")] * 2
         elif what == "test error, %":
             found = [self._rows(name, "test error")[0] for name in (a, b)]
             reads = [percent("test_error")] * 2

@@ -232,9 +232,33 @@ def rise(run, radius):
     return center if radius == 0 else sum(near) / len(near)
 
 
-def mean_log(run, name, epochs):
-    """Return the mean of the logarithm (base 10) of a number of the spectra of some epochs."""
-    return sum(math.log10(facts(run, "spectrum", epoch=epoch)[name]) for epoch in epochs) / len(epochs)
+AT_LOSS = ("lambda_max where the training loss first falls below a value", "Where that is")
+"""The captions of tables whose rows are an augmentation and a limit of the training loss."""
+
+
+def at_loss(run, limit):
+    """Return what was measured after the first saved epoch whose loss is below a limit; None if there is none.
+
+    The epoch is found again among the losses that were evaluated, and numbers are those of the eigenvalues there.
+    """
+    found = facts(run, "spectrum_at_loss")
+    first = next((i for i, loss in enumerate(found["losses"]) if loss < limit), None)
+    if first is None:
+        return None
+    values = sorted(found["at_loss"][f"{limit:g}"]["eigenvalues"], reverse=True)
+    numbers = {"lambda_max": values[0], "lambda_max/lambda_5": values[0] / values[4]}
+    return {"epoch": (first + 1) * found["keep_every"], "loss": found["losses"][first], **numbers}
+
+
+def limits(run):
+    """Return the limits at which a run was measured."""
+    return [float(limit) for limit in facts(run, "spectrum_at_loss")["at_loss"]]
+
+
+def _largest_ratio(run):
+    at = [at_loss(run, limit) for limit in limits(run)]
+    found = [a["lambda_max/lambda_5"] for a in at if a is not None]
+    return max([*found, *(f[RATIO] for f in spectra(run).values())])
 
 
 def cosines(run):
@@ -244,7 +268,7 @@ def cosines(run):
 
 def spectra(run):
     """Return the spectra by epoch."""
-    return {f["epoch"]: f for n, f in run["measured"].items() if n.startswith("spectrum")}
+    return {f["epoch"]: f for n, f in run["measured"].items() if n.startswith("spectrum-")}
 
 
 def _first_half(run):
@@ -295,11 +319,12 @@ def quantity(where):
     if "what Gaussian noise adds" in where:
         scale = "stated" if "as the theorem states" in where else "proof"
         return lambda run: facts(run, "noise")[scale]["rise"]
-    if match := re.search(r"log10 of (lambda_max(?:/lambda_5)?), mean of epochs ([\d ,and]+)", where):
-        name, epochs = RATIO if "/" in match[1] else "lambda_max", [int(e) for e in re.findall(r"\d+", match[2])]
-        return lambda run: mean_log(run, name, epochs)
+    if where.startswith(AT_LOSS):
+        _, labels, column = where.split(" | ")
+        limit, name = float(labels.split(", ")[1]), column.rpartition(", ")[0] or "lambda_max"
+        return lambda run: at_loss(run, limit)[name]
     rules = (
-        (r"largest lambda_max/lambda_5", lambda run: max(f[RATIO] for f in spectra(run).values())),
+        (r"largest lambda_max/lambda_5", _largest_ratio),
         (r"lambda_max/lambda_5 at the end", lambda run: spectra(run)[max(spectra(run))][RATIO]),
         (r"lambda_max at the end", lambda run: spectra(run)[max(spectra(run))]["lambda_max"]),
         (r"lambda_max$", lambda run: facts(run, "spectrum")["lambda_max"]),
@@ -307,6 +332,7 @@ def quantity(where):
         (r"rise of the loss within 0\.5", lambda run: rise(run, 0.5)),
         (r"rise of the loss over the plane", lambda run: rise(run, math.inf)),
         (r"training loss of the last epoch", lambda run: run["metrics"]["train_loss"]),
+        (r"\| (none|basic), rho$", lambda run: run["metrics"]["rho"]),
         (r"\| training loss", lambda run: rise(run, 0)),
         (r"cosine, first half", _first_half),
         (r"cosine, last epoch", lambda run: cosines(run)[max(cosines(run))]),
@@ -363,6 +389,7 @@ WORDS = (
     (r"\b(first|second) order", lambda run, m: bool(optim(run, "second_order")) == (m[1] == "second")),
     (r"(cifar10|fashion-mnist|CIFAR-10|Fashion-MNIST)", lambda run, m: run["spec"]["data"]["name"] == DATASETS[m[1]]),
     (r"^[\w-]+, (basic|cutout|none|autoaugment),", lambda run, m: run["spec"]["data"].get("augment", "none") == m[1]),
+    (r"^(basic|none), ", lambda run, m: run["spec"]["data"].get("augment", "none") == m[1]),
     (r"\bp = inf", lambda run, _: optim(run, "p") in ("inf", math.inf)),
     (r"^random\b", lambda run, _: optim(run, "direction") == "random"),
 )

@@ -34,6 +34,9 @@ def check_settings(item):
     """Check each setting against the specs of the item's runs, or of its registered plan."""
     block = item.section.block("Hyperparameters and where they come from")
     specs = _specs(item)
+    if not specs:  # neither runs nor a plan yet
+        item.tally.skip(f"{item.name}, hyperparameters", " ".join(row[1] for row in block.rows), "text")
+        return
     for name, value, source, note in block.rows:
         where = f"{item.name}, hyperparameters, {name}"
         count = max(1, len(NUMBER.findall(value)))
@@ -97,6 +100,8 @@ def _values(item, name, specs):
     if name in simple:
         return [v if isinstance(v, str) else f"{v:g}" for v in every(*simple[name])]
     rhos = [s.get("optim", {}) for s in specs]
+    if name == "factor of the suggested rho":
+        return dict.fromkeys(f"{factor(o['rho']):g}" for o in rhos if o.get("rho"))
     if name in ("rho", "rho grid", "rho of SAM", "rho, chosen on validation"):
         if item.name == "bound" and name == "rho":
             measured = {

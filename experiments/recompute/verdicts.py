@@ -3,10 +3,11 @@
 import math
 import re
 
-from recompute.comparisons import AGAINST, CLAIM, NO_PAIR, OVER_PAIRS, P_VALUE
+from recompute.comparisons import AGAINST, CLAIM, NO_PAIR, OVER_PAIRS, P_VALUE, PARTIAL, UNTESTABLE
 from recompute.figures import reductions, scores, swap_test
 from recompute.page import interval
-from recompute.runs import SIGNIFICANT, TUNING_SEED, factor, facts, optim, sign_test, without_sam
+from recompute.runs import SIGNIFICANT, factor, facts, optim, sign_test, without_sam
+from recompute.untestable import why_untestable
 
 GATE, NOISY_GATE = 2.0, 5.0
 """The largest training error, in %, with which a baseline counts; the second with noisy labels, as given."""
@@ -39,10 +40,14 @@ def _expected(item, items, claim, evidence, compared, where):
         return _noise(item, evidence, where)
     if re.match(r"score [\d.]+ for m", evidence):
         return _predictive(item, evidence, where)
-    if "Best here: " in evidence:
-        return _best_rho(item, evidence, where)
     if not compared:
         return "not tested", evidence
+    for c in compared:
+        if c.untestable or len(c.seeds) >= c.asked:
+            why = why_untestable(item, c.metric)
+            item.tally.same("gate", where, c.untestable, why, len(re.findall(r"\d+", why)))
+        if "the best other rho" in claim and len(c.seeds) >= c.asked:
+            _best_other_rho(item, c, where)
     status, rest = judged(compared), _sentences(item, evidence, compared, where)
     if " keeps at least " in claim:
         return _kept(item, claim, status, compared[0], where), rest
@@ -68,7 +73,7 @@ def _expected(item, items, claim, evidence, compared, where):
 def judged(compared):
     """Return the status of a claim that consists of several comparisons, all of which must hold."""
     parts = [c.status for c in compared]
-    for decisive in ("not reproduced", "not tested"):
+    for decisive in ("not reproduced", "not tested", "not tested at this scale"):
         if decisive in parts:
             return decisive
     return "reproduced" if all(part == "reproduced" for part in parts) else "inconclusive"
@@ -148,7 +153,12 @@ def _not_yet(item, claim, evidence, where):
 
 def _sentences(item, evidence, compared, where):
     """Check "quantity: 1.2 (a) against 3.4 (b); difference ..., n = 5, p = ..." of each comparison."""
-    done = [c for c in compared if c.seeds]
+    done = [c for c in compared if len(c.seeds) >= c.asked]
+    partial = [c for c in compared if 0 < len(c.seeds) < c.asked]
+    for match, c in zip(PARTIAL.finditer(evidence), partial, strict=True):
+        for printed, sample in ((match[2], c.low), (match[4], c.high)):
+            item.tally.number("mean", where, printed, interval([sample[s] for s in c.seeds])[0], 4)
+        item.tally.same("n", where, int(match[6]), len(c.seeds))
     for match, c in zip(AGAINST.finditer(evidence), done, strict=True):
         means = [interval([sample[s] for s in c.seeds])[0] for sample in (c.low, c.high)]
         item.tally.number("mean", where, match[2], means[0], 4)
@@ -158,7 +168,7 @@ def _sentences(item, evidence, compared, where):
         item.tally.number("difference, half-width", where, match[7], half_width, 2)
         item.tally.same("n", where, int(match[8]), len(c.seeds))
         item.tally.p_value("Holm's p", where, match[9], c.p_holm)
-    rest = NO_PAIR.sub("", AGAINST.sub("", evidence))
+    rest = UNTESTABLE.sub("", NO_PAIR.sub("", PARTIAL.sub("", AGAINST.sub("", evidence))))
     if match := re.search(
         r"Holm's correction for (\d+) comparisons(?:, open until the (\d+) missing ones are available)?", rest
     ):
@@ -268,10 +278,10 @@ def _predictive(item, evidence, where):
     return "not reproduced" if status == "reproduced" and fails else status, evidence.replace(match[0], "")
 
 
-def _best_rho(item, evidence, where):
-    for percent, rho in re.findall(r"(\d+) %: rho (\d+(?:\.\d+)?)", evidence):
-        entries = [e for e in item.entries if e.column == f"{percent} % noise"]
-        best = min(entries, key=lambda e: e.runs[0]["metrics"]["valid_error"])
-        item.tally.number("choice", where, rho, float(optim(best.runs[0], "rho", 0.0)), 6)
-        item.tally.same("runs", where, {r["seed"] for e in entries for r in e.runs}, {TUNING_SEED})
-    return "inconclusive", re.sub(r"\d+ %: rho \d+(?:\.\d+)?", "", evidence)
+def _best_other_rho(item, compared, where):
+    """Check that of the rhos above 0, but for the claim's own, the one with the lowest mean was taken."""
+    column = re.search(r"\d+ % noise", compared.metric)[0]
+    entries = [e for e in item.entries if e.column == column and e.row not in (["0"], [compared.names[0][6:]])]
+    means = {e.row[0]: sum(r["metrics"]["valid_error"] for r in e.runs) / len(e.runs) for e in entries}
+    best = min(means, key=means.__getitem__)
+    item.tally.same("choice of the baseline", where, compared.names[1], f"rho = {best}")

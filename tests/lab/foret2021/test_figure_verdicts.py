@@ -36,19 +36,9 @@ def plane(measurement, steepness):
     return {"coordinates": at.tolist(), "loss": loss.tolist(), "accuracy": loss.tolist()}
 
 
-def spectrum(largest, ratio):
-    density = {"nodes": [0.0, largest], "weights": [0.9, 0.1], "converged": True}
-    return {"lambda_max": largest, "lambda_1_over_lambda_5": ratio, **density}
-
-
-def curvature(item, height):
-    """Facts of a landscape or a spectrum; ``height`` is a function of the job."""
-
-    def facts(job, measurement):
-        value = height(job)
-        return spectrum(value, value) if item == "hessian" else plane(measurement, value)
-
-    return facts
+def heights(height):
+    """Facts of a landscape; ``height`` is a function of the job."""
+    return lambda job, measurement: plane(measurement, height(job))
 
 
 @pytest.mark.parametrize(
@@ -56,7 +46,7 @@ def curvature(item, height):
     [(5.0, 1.0, "reproduced"), (1.0, 5.0, "not reproduced"), (2.0, 2.0, "inconclusive")],
 )
 def test_the_wider_minimum_is_the_one_whose_loss_rises_less(sgd, sam, held):
-    found = found_in("landscape", tuned, curvature("landscape", lambda job: (sam if rho_of(job) else sgd) + own(job)))
+    found = found_in("landscape", tuned, heights(lambda job: (sam if rho_of(job) else sgd) + own(job)))
     (verdict,) = found.verdicts
     assert verdict.status == held
     assert "n = 10" in verdict.evidence
@@ -67,81 +57,32 @@ def test_the_wider_minimum_is_the_one_whose_loss_rises_less(sgd, sam, held):
     assert len(rises[0].values) == len(rises[0].runs) == 10
 
 
-@pytest.mark.parametrize(
-    ("sgd", "sam", "held"),
-    [
-        ((24.0, 11.4), (1.0, 2.6), "reproduced"),
-        ((1.0, 2.6), (24.0, 11.4), "not reproduced"),
-        ((24.0, 2.6), (1.0, 11.4), "not reproduced"),  # one of the two the other way round
-        ((24.0, 3.0), (1.0, 3.0), "inconclusive"),  # one of the two
-    ],
-)
-def test_curvature_is_judged_by_the_largest_eigenvalue_and_its_ratio_to_the_fifth(sgd, sam, held):
-    def facts(job, measurement):
-        largest, ratio = sam if rho_of(job) else sgd
-        if measurement.epoch is not None:  # before the end both are alike
-            largest, ratio = 50.0, 7.0
-        return spectrum(largest + own(job), ratio + own(job))
-
-    found = found_in("hessian", tuned, facts)
-    at_end, before_end = found.verdicts
-    assert (at_end.status, before_end.status) == (held, "inconclusive")
-    assert "n = 10" in at_end.evidence
-    table = found.tables[0]
-    assert [row[1].claimed for row in table.rows[:3]] == ["approximately 24", None, "up to 11.4"]
-    assert [row[2].claimed for row in table.rows[:3]] == ["approximately 1.0", None, "up to 2.6"]
-    largest_along = table.rows[2][1].measured.mean
-    assert largest_along == pytest.approx(max(sgd[1], 7.0), abs=0.01)  # before the end or there
-    along, ratios, *densities = found.figures
-    assert list(along.series[0].x) == list(ratios.series[0].x) == [4, 20, 40]
-    assert len(along.series[0].half_width) == 3
-    assert along.series[0].y[-1] == pytest.approx(sgd[0], abs=0.01)
-    assert len(densities) == 3
-    for series in densities[-1].series:
-        assert np.trapezoid(series.y, series.x) == pytest.approx(1.0, abs=0.05)
-
-
 @pytest.mark.parametrize("num", [1, 2])
-@pytest.mark.parametrize("item", ["hessian", "landscape"])
-def test_nothing_is_judged_by_the_replicas_that_went_well_which_are_shown(item, num):
+def test_nothing_is_judged_by_the_replicas_that_went_well_which_are_shown(num):
     """One or two of ten pairs are far apart, in the claimed direction, with next to no spread."""
-    facts = curvature(item, lambda job: (1.0 if rho_of(job) else 24.0) + own(job))
-    found = found_in(item, only(lambda job: job.seed in (*range(num), TUNING_SEED), tuned), facts)
+    facts = heights(lambda job: (1.0 if rho_of(job) else 24.0) + own(job))
+    found = found_in("landscape", only(lambda job: job.seed in (*range(num), TUNING_SEED), tuned), facts)
     assert found.num_missing == 2 * (10 - num)
     verdict = found.verdicts[0]
     assert verdict.status == "not tested"
     assert f"{num} of 10 pairs are available" in verdict.evidence
     assert "Holm" not in verdict.evidence
     assert not cells(found, Comparison)
-    assert len(found.figures) == {"hessian": 5, "landscape": 1}[item]
+    assert len(found.figures) == 1
 
 
-@pytest.mark.parametrize("item", ["hessian", "landscape"])
-def test_rho_is_the_one_with_the_lowest_validation_error_and_nothing_is_trained_before_it_is_known(item):
+def test_rho_is_the_one_with_the_lowest_validation_error_and_nothing_is_trained_before_it_is_known():
     def metrics(job):
         return tuned(job) | {"valid_error": abs(rho_of(job) - 0.1)}
 
     def sam_runs(found):
         return {run.split("-")[-3] for run in found.runs if "sam" in run and not run.endswith(f"seed{TUNING_SEED}")}
 
-    facts = curvature(item, lambda job: 1.0)
-    assert sam_runs(found_in(item, metrics, facts)) == {"sam0.1"}
-    half = found_in(item, only(lambda job: rho_of(job) != 0.2, metrics), facts)
+    facts = heights(lambda job: 1.0)
+    assert sam_runs(found_in("landscape", metrics, facts)) == {"sam0.1"}
+    half = found_in("landscape", only(lambda job: rho_of(job) != 0.2, metrics), facts)
     assert sam_runs(half) == set()
     assert {v.status for v in half.verdicts} == {"not tested"}
-
-
-def test_curvature_before_the_end_is_the_mean_logarithm_of_its_epochs():
-    at = {4: 100.0, 20: 1.0, None: 5.0}  # the mean of log10 is 1
-
-    def facts(job, measurement):
-        height = 10 ** own(job) * at[measurement.epoch] / (10 if rho_of(job) else 1)
-        return spectrum(height, height)
-
-    found = found_in("hessian", tuned, facts)
-    assert found.verdicts[1].status == "reproduced"
-    sgd, sam = found.tables[0].rows[3][1:3]
-    assert (sgd.measured.mean, sam.measured.mean) == pytest.approx((1.0, 0.0), abs=0.01)
 
 
 @pytest.mark.parametrize("exists", [False, True])
@@ -150,7 +91,7 @@ def test_the_checkpoint_of_li_et_al_is_shown_if_its_file_exists(exists, tmp_path
     if exists:
         (tmp_path / "checkpoints").mkdir()
         (tmp_path / "checkpoints/resnet-56-noshort.pth").touch()
-    found = found_in("landscape", tuned, curvature("landscape", lambda job: 1.0 + wobble(job.seed)), scale="paper")
+    found = found_in("landscape", tuned, heights(lambda job: 1.0 + wobble(job.seed)), scale="paper")
     names = [surface.name for surface in found.figures[0].surfaces]
     assert names == ["SGD", "SAM", *["SGD, the checkpoint of Li et al."] * exists]
     assert any(("it is shown" if exists else "does not exist") in note for note in found.notes)

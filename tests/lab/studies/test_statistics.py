@@ -231,3 +231,24 @@ def test_baseline_of_a_comparison_is_the_mean_over_its_pairs_and_none_for_a_diff
     assert contrast({0: 4.0, 2: 1.0}, {3: 9.0, 2: 2.0, 0: 7.0}).comparison(0.5).baseline == 4.5
     gains = {0: -8.0, 1: -9.0, 2: -10.0}
     assert math.isnan(contrast(dict.fromkeys(gains, 0.0), gains).comparison(p_holm=0.01).baseline)
+
+
+@pytest.mark.parametrize("untestable", [True, False])
+def test_a_comparison_that_is_no_test_counts_in_the_family_and_nothing_waits_for_it(untestable):
+    """By itself p is below 5 %, and in a family of three it is not; with two that may still come it would be open."""
+    differences = dict(enumerate([-1.0, -1.5, -0.2, -1.2, -0.4]))
+    names = {"lower_name": "SAM", "higher_name": "SGD", "num_asked": 5}
+    one = Contrast(quantity="a", lower=differences, higher=dict.fromkeys(differences, 0.0), **names)
+    assert 0.05 / 3 < one.p_value < 0.05
+    why = "a run never gets there" if untestable else ""
+    others = [Contrast(quantity=q, lower={}, higher={}, untestable=why, **names) for q in "bc"]
+    family = Family([one, *others])
+    assert family.p_holm(one) == pytest.approx(3 * one.p_value)
+    assert family.status(one) == ("inconclusive" if untestable else "not tested")
+    assert ("open until" in family.judge("It holds.", [one]).evidence) != untestable
+    other = family.judge("It holds.", [others[0]])
+    assert other.status == ("not tested at this scale" if untestable else "not tested")
+    assert not other.comparisons
+    assert (other.evidence == "b: not a test at this scale: a run never gets there.") == untestable
+    both = family.judge("It holds.", [one, others[0]])
+    assert both.status == other.status

@@ -10,6 +10,7 @@ from flatmin.lab.foret2021.scales import (
     NUM_CURVATURE_REPLICAS,
     PAPER_SUMMARY,
     SMOKE_SUMMARY,
+    TABLE8_REPLICAS,
     laptop_summary,
     replica_seeds,
 )
@@ -30,7 +31,8 @@ SPREADS: dict[str, tuple[float, str, int, str]] = {
     **dict.fromkeys(("rho-0.05", "fine-tuning-rho-0.05", "m-and-rho", "p-norm"), ERROR_SPREAD),
     **dict.fromkeys(("second-order", "inner-steps"), ERROR_SPREAD),
     "landscape": (1.2, "in the mean rise of the loss", NUM_CURVATURE_REPLICAS, "five pairs of Figure 1"),
-    "hessian": (0.26, "in lambda_max at the end", NUM_CURVATURE_REPLICAS, "five pairs of Figure 3"),
+    "hessian": (0.12, "in log10 of lambda_max", NUM_CURVATURE_REPLICAS, "an earlier protocol at epochs 4 and 20"),
+    "noise-and-rho": (0.8, "points of validation error", TABLE8_REPLICAS, "Table 1 on Fashion-MNIST"),
 }
 """Standard deviation of the differences between pairs, its unit, the number of pairs on a laptop, and where the spread
 was seen: before the other runs began."""
@@ -96,10 +98,13 @@ def table_findings(
     shown = condition_tables(entries, claims, scale, hyperparameters=given, further=further, **shape)
     said = [f'The paper says: "{s.claim}" {s.own_numbers}' for s in claims.statements]
     found = findings(item, scale, **shown)
-    return replace(found, tables=[*found.tables, *more], notes=[*said, *found.notes], rules=_rules(item, scale, rules))
+    return replace(
+        found, tables=[*found.tables, *more], notes=[*said, *found.notes], rules=rules_of(item, scale, rules)
+    )
 
 
-def _rules(item: str, scale: Scale, rules: Sequence[str]) -> list[str]:
+def rules_of(item: str, scale: Scale, rules: Sequence[str]) -> list[str]:
+    """Return the rules of a registered protocol, with its power; nothing if there are none."""
     return [*rules, *power_note(item, scale)] if rules else []
 
 

@@ -55,7 +55,8 @@ CUTS: dict[str, tuple[str, ...]] = {
     "predictive": ("24 of 72 models: those of width 3", "images of 14 x 14 pixels"),
     "p-norm": ("random perturbations of length 0.2", "images of 14 x 14 pixels"),
     "inner-steps": ("CIFAR-100", "images of 14 x 14 pixels"),
-    **dict.fromkeys(("landscape", "hessian", "second-order", "bound"), ("images of 14 x 14 pixels",)),
+    "hessian": ("augmentation: the model, which has no batch norm, does not fit with it", "images of 14 x 14 pixels"),
+    **dict.fromkeys(("landscape", "second-order", "bound"), ("images of 14 x 14 pixels",)),
 }
 """What an item leaves out at laptop scale so that all items fit on two cores; what is not here is planned."""
 
@@ -89,8 +90,9 @@ LAPTOP_RHO = 0.2
 """SAM's rho on a laptop, where a figure does not choose it."""
 LAPTOP_EPOCHS = LAPTOP_START.epochs
 NUM_CURVATURE_REPLICAS = 10
+TABLE8_REPLICAS = 3
 TUNED_RHOS = (0.05, 0.1, 0.2)
-"""What landscapes and spectra choose from, on a laptop."""
+"""What landscapes choose from, on a laptop."""
 
 
 def sam_rho(scale: Scale, paper: Experiment) -> float:
@@ -159,7 +161,8 @@ LAPTOP_SUMMARIES: dict[tuple[str, ...], str] = {
     f"many times more parameters than examples. {SIGN_ONLY} The replicas share one subset of the images and one draw "
     "of noisy labels. The paper reports the best of Mixup's alphas; here it is chosen by validation error.",
     ("noise-and-rho",): "A small model (WRN-10-2) on 1,000 images of Fashion-MNIST for 40 epochs on a laptop's "
-    "two cores, in place of ResNet-32 on CIFAR-10 for 200 epochs, with m = 16, an eighth of a batch. One run each.",
+    "two cores, in place of ResNet-32 on CIFAR-10 for 200 epochs, with m = 16, an eighth of a batch. The "
+    "replicas share one subset of the images and one draw of noisy labels.",
     ("error-reduction",): "The laptop's conditions of Tables 1, 2, 3 and 5: small models on 1,000 images of "
     "CIFAR-10 or Fashion-MNIST, and EfficientNet-Lite0 fine-tuned on Flowers-102, in place of the paper's models "
     "and datasets. What can be compared is the sign of a reduction, not its size.",

@@ -31,6 +31,8 @@ class Contrast:
     """How many pairs were asked for. With fewer nothing is judged: those may be the ones that went well."""
     runs: tuple[str, ...] = ()
     unit: str = "%"
+    untestable: str = ""
+    """Why all runs that are asked for cannot test the claim at this scale; nothing if they can."""
 
     @property
     def pairs(self) -> list[tuple[float, float]]:
@@ -44,13 +46,13 @@ class Contrast:
 
     @property
     def waits(self) -> bool:
-        """Whether there are fewer pairs than were asked for, or than two."""
-        return len(self.differences) < max(2, self.num_asked)
+        """Whether there are fewer pairs than were asked for, or than two, and more may come."""
+        return not self.untestable and len(self.differences) < max(2, self.num_asked)
 
     @property
     def p_value(self) -> float:
-        """Student's paired test, two-sided; NaN with fewer than two pairs, or fewer than were asked for."""
-        return math.nan if self.waits else paired_p_value(*zip(*self.pairs, strict=True))
+        """Student's paired test, two-sided; NaN with fewer than two pairs, fewer than were asked for, or no test."""
+        return math.nan if self.waits or self.untestable else paired_p_value(*zip(*self.pairs, strict=True))
 
     def comparison(self, p_holm: float) -> Comparison:
         """Return it as an entry of a table; there has to be a pair."""
@@ -71,6 +73,8 @@ class Contrast:
     def describe(self, p_holm: float) -> str:
         """Return the numbers, how many pairs, and the p-value, in a sentence."""
         n = len(self.differences)
+        if self.untestable:
+            return f"{self.quantity}: not a test at this scale: {self.untestable}"
         if n == 0:
             return f"{self.quantity}: no pair of runs of {self.lower_name} and {self.higher_name} is available"
         low, high = map(mean, zip(*self.pairs, strict=True))
@@ -123,6 +127,8 @@ class Family:
     def status(self, contrast: Contrast) -> VerdictStatus:
         """Say whether the claim of one comparison holds, as far as the runs can show."""
         p = self.p_holm(contrast)
+        if contrast.untestable:
+            return "not tested at this scale"
         if math.isnan(p) or self.is_open(contrast):
             return "not tested"
         if p >= SIGNIFICANT:
@@ -147,7 +153,7 @@ class Family:
         """Return whether a claim holds that consists of one or several members, all of which must.
 
         It did not hold where one of them is significantly the other way round; else it is not tested while a pair of
-        any of them is missing.
+        any of them is missing, or where one of them cannot test it.
         """
         parts = [self.status(contrast) for contrast in contrasts]
         status: VerdictStatus = "inconclusive"
@@ -155,6 +161,8 @@ class Family:
             status = "not reproduced"
         elif "not tested" in parts or not parts:
             status = "not tested"
+        elif "not tested at this scale" in parts:
+            status = "not tested at this scale"
         elif all(part == "reproduced" for part in parts):
             status = "reproduced"
         said = [contrast.describe(self.p_holm(contrast)) for contrast in contrasts]
