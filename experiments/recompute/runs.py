@@ -283,6 +283,8 @@ def quantity(where):
 
     ``where`` is the table's caption, the row's labels and the column's title.
     """
+    if where.startswith("The suggested radius and the tuned one"):
+        return (lambda run: run["metrics"]["rho"]) if where.endswith("| suggested rho") else percent("test_error")
     if "stopped early" in where:
         read = quantity(where.replace("stopped early", "stopped"))
         return None if read is None else lambda run: read({**run, "metrics": best_epoch(run)})
@@ -361,7 +363,10 @@ WORDS = (
     (r"\b(wrn-\d+-\d+|timm/\w+)", lambda run, m: run["spec"]["model"]["name"] == m[1]),
     (r"(?<!, )\b(\d+) epochs", lambda run, m: run["spec"]["epochs"] == int(m[1])),
     (r"\b(first|second) order", lambda run, m: bool(optim(run, "second_order")) == (m[1] == "second")),
-    (r"(cifar10|fashion-mnist|CIFAR-10|Fashion-MNIST)", lambda run, m: run["spec"]["data"]["name"] == DATASETS[m[1]]),
+    (
+        r"(cifar10|fashion-mnist|CIFAR-10|Fashion-MNIST)",
+        lambda run, m: run["spec"]["data"].get("name", "digits") == DATASETS[m[1]],
+    ),
     (r"^[\w-]+, (basic|cutout|none|autoaugment),", lambda run, m: run["spec"]["data"].get("augment", "none") == m[1]),
     (r"\bp = inf", lambda run, _: optim(run, "p") in ("inf", math.inf)),
     (r"^random\b", lambda run, _: optim(run, "direction") == "random"),

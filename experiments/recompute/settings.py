@@ -36,6 +36,9 @@ def check_settings(item):
     specs = _specs(item)
     for name, value, source, note in block.rows:
         where = f"{item.name}, hyperparameters, {name}"
+        if not item.has_plan and item.says_missing:  # the settings of runs that neither a plan nor a run tells
+            item.tally.skip(where, value, "text")
+            continue
         count = max(1, len(NUMBER.findall(value)))
         expected = _chosen(item, name) if source == "validation" else _values(item, name, specs)
         if expected is None:
@@ -79,7 +82,7 @@ def _values(item, name, specs):
             s["model"]["name"] + ", without batch norm" * (s["model"].get("norm") == "none") for s in specs
         )
     if name == "training images":
-        sizes = ((s["data"].get("train_size"), s["data"]["name"]) for s in specs)
+        sizes = ((s["data"].get("train_size"), s["data"].get("name", "digits")) for s in specs)
         return dict.fromkeys(f"{'all' if n is None else f'{n:,}'} of {data}" for n, data in sizes)
     if name == "momentum":
         return [f"{m:g}" for m in every("optim", "momentum")] + ["Nesterov's"]

@@ -49,7 +49,7 @@ CUTS: dict[str, tuple[str, ...]] = {
     "imagenet": ("images of 16 x 16 pixels",),
     **dict.fromkeys(
         ("fine-tuning", "fine-tuning-rho-0.05"),
-        ("all datasets but Flowers-102", "EfficientNet-L2", "1,240 of 2,040 images", "images of 48 x 48 pixels"),
+        ("all datasets but Flowers-102", "EfficientNet-L2", "1,440 of 2,040 images", "images of 48 x 48 pixels"),
     ),
     "svhn-fashion": ("SVHN", "Fashion-MNIST with Cutout", "Shake-Shake", "images of 14 x 14 pixels"),
     "rho-0.05": ("all but CIFAR-10 with WRN-10-2 and basic augmentation",),
@@ -155,7 +155,7 @@ LAPTOP_SUMMARIES: dict[tuple[str, ...], str] = {
     ("imagenet",): "A small model (WRN-10-2) on 1,000 images of CIFAR-10 for 20, 40 and 80 epochs on a laptop's "
     "two cores, in place of ResNets on the 1.28 million images of ImageNet for 100, 200 and 400 epochs on 32 "
     f"accelerators. The paper's numbers are ResNet-50's. {SIGN_ONLY}",
-    ("fine-tuning", "fine-tuning-rho-0.05"): "EfficientNet-Lite0, pretrained on ImageNet, on 800 images of "
+    ("fine-tuning", "fine-tuning-rho-0.05"): "EfficientNet-Lite0, pretrained on ImageNet, on 600 images of "
     "Flowers-102 at 48 pixels with basic augmentation for 20 epochs, in place of EfficientNet-b7 and -L2 at 475 to 600 "
     "pixels for 5,000 steps of 1,024 images. Batch norm has the checkpoint's statistics, as in the paper. "
     f"{SIGN_ONLY} The replicas share one subset of the images. A batch, and an eps, has 16 images, as on each of the "

@@ -57,7 +57,9 @@ RULES = (
     "SAM on normalization layers only, test loss and calibration are ours.",
     "All runs are in float32: bfloat16 keeps 8 bits of a weight and rounds most of so small a perturbation away.",
     "Before the plan, with seed 2000, which no other run has: the suggestion at the initial weights was 0.031 for all "
-    "weights and 0.40 for normalization layers. PILOT",
+    "weights and 0.40 for normalization layers (batches of 32). One pilot of SGD with 800 images and a learning rate "
+    "of 0.005 ended with a training error of 0.0 % and a test error of 42.3 %; another, with batches of 32 and "
+    "gradients clipped at 1 instead of 5, with 12.0 % and 54.4 %. 800 images would have cost 2.6 core hours.",
     "Known when the plan was registered: the runs of an earlier protocol (3 epochs, learning rate 0.02, random resized "
     "crops), in which SAM's error with rho = 0.01 was 12.2 points above SGD's with twice the epochs, and rho = 0.05 "
     "did not learn.",
@@ -158,9 +160,9 @@ def _small_condition(scale: Scale, source: Claims, rho: float | None) -> Conditi
 
 
 def _laptop_start() -> Experiment:
-    """Return SGD on 800 images at 48 pixels: two core hours for both tables."""
+    """Return SGD on 600 images at 48 pixels: about two core hours for both tables."""
     return Experiment(
-        data=Data(name="flowers102", augment="basic", batch_size=16, image_size=48, train_size=800),
+        data=Data(name="flowers102", augment="basic", batch_size=16, image_size=48, train_size=600),
         model=Model(name=LAPTOP_MODEL, checkpoint=LAPTOP_CHECKPOINT, head="new", freeze_batch_norm=True),
         optim=Optim(lr=LAPTOP_LRS[0], weight_decay=LAPTOP_DECAY, clip_norm=5.0, warmup_epochs=1),
         epochs=20,
