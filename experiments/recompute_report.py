@@ -18,7 +18,7 @@ from recompute.items import Item
 from recompute.overview import check_answer, check_overview, read_overview
 from recompute.page import NUMBER, Tally, read_page
 from recompute.rule import TABLE, check_rule_table, outcomes
-from recompute.runs import Study, detectable, factor, facts, optim
+from recompute.runs import Study, detectable, factor, facts, first_runs, optim
 from recompute.settings import check_settings
 from recompute.verdicts import check_verdicts, gate
 from scipy import stats
@@ -114,7 +114,7 @@ def missing(item, items):
         return None if None in found else sum(found)
     if not item.has_plan and item.says_missing:
         return None
-    return sum(group.asked - len(group.runs) for group in item.planned.values())
+    return item.study.asked(item.planned)[1]
 
 
 def check_runs(section, study, tally):
@@ -259,11 +259,11 @@ def check_notes(item, items):
             item.tally.same("registered text", where, item.study.about["plans"][item.name][:10], match[1])
             item.tally.same("size of a family", where, int(match[2]), len(plan["comparisons"]))
         elif match := re.match(r"(\d+) of (\d+) runs are missing", line):
-            asked = sum(group.asked for group in item.planned.values())
-            item.tally.same("missing runs", where, (int(match[1]), int(match[2])), (missing(item, items), asked), 2)
+            asked, absent = item.study.asked(item.planned)
+            item.tally.same("missing runs", where, (int(match[1]), int(match[2])), (absent, asked), 2)
         elif match := re.match(r"(\d+) runs more than the plan's first grids", line):
-            first = sum(len(g["varies"] or [0]) * len(g["seeds"]) for g in plan["groups"].values())
-            item.tally.same("counts", where, int(match[1]), sum(group.asked for group in item.planned.values()) - first)
+            first = len({s for g in plan["groups"].values() for s in first_runs(g)})
+            item.tally.same("counts", where, int(match[1]), item.study.asked(item.planned)[0] - first)
         elif match := re.match(r"(\d+) models of (\d+) are counted; (\d+) did not come to the loss of ([\d.]+)", line):
             models, total = zoo(item.study, item.name)
             item.tally.same(
