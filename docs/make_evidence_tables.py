@@ -36,8 +36,8 @@ ROOT = Path(__file__).parent.parent
 IMAGES = ROOT / "docs" / "images"
 EARLIER = "cheap-sam-40-epochs"
 """The runs of cheap SAM's earlier protocol, whose code cannot be looked up."""
-FEW = {"no SAM": "SGD", "no SAM, twice the epochs": "SGD, twice the epochs", "part 1/8": "SAM on 1/8"}
-FEW |= {"momentum": "Momentum-SAM", "SGD, stopped early (clean validation)": "SGD, stopped early"}
+FEW = {"part 1/8": "SAM on 1/8", "momentum": "Momentum-SAM"}
+FEW |= {"SGD, stopped early (clean validation)": "SGD, stopped early"}
 FEW |= {name: name for name in ("SGD", "SGD, twice the epochs", "SAM on 1/8", "SAM", "SAM, half the epochs")}
 """What the plot on the front page shows, and what it calls them: in the study and in its earlier runs."""
 
@@ -109,7 +109,7 @@ def earlier_arms(known):
     """Return passes and errors of the earlier runs."""
     blocks = []
     for title, num, points in earlier_points(known):
-        base = next(p.error.mean for p in points if p.name == "no SAM")
+        base = next(p.error.mean for p in points if p.name == BASE)
         front = {p.name for p in pareto_front(points)}
         rows = [
             (p.name, f"{p.cost:.4g}", *_error_and_gain(p, base), "yes" if p.name in front else "")
@@ -131,10 +131,10 @@ def earlier_points(known):
     for record in known.values():
         if record.seed != TUNING_SEED:
             _, label, column, method = record.experiment.name.split("/", 3)  # "part 1/8" has one too
-            found.setdefault(f"{label}, {column}", {}).setdefault(method, []).append(record)
+            found.setdefault(f"{label}, {column}", {}).setdefault(method.replace("no SAM", BASE), []).append(record)
     conditions = []
     for title, methods in found.items():
-        base, points = methods["no SAM"], []
+        base, points = methods[BASE], []
         for name, records in methods.items():
             errors = mean_and_interval([100 * r.metrics["test_error"] for r in records])
             points.append(Point(name, cost_in_passes(records[0].experiment, base[0].experiment.epochs), errors))
@@ -233,7 +233,7 @@ def draw_few_costs(found):
     figure = Figure(figsize=(7.6, 3.9), layout="constrained")
     axis = figure.add_subplot()
     for p in (p for p in points if p.name in FEW):
-        color = "C0" if p.name.startswith(("no SAM", "SGD")) else "C1"
+        color = "C0" if p.name.startswith(BASE) else "C1"
         axis.errorbar(p.cost, p.error.mean, p.error.half_width, fmt="o", color=color, capsize=3)
         right = p.cost < 1.9
         place = {"xytext": (9 if right else -9, 0), "textcoords": "offset points", "ha": "left" if right else "right"}

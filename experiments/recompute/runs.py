@@ -82,6 +82,7 @@ class Study:
             # Bootstrapped methods have the settings of those they follow.
             chooses = name.removesuffix(", choosing").replace("Bootstrap + ", "")
             specs, chosen = grids.get(chooses, ([group["spec"]], group["spec"]))
+            chosen = None if group.get("waits") else chosen
             if group["varies"]:
                 runs = [
                     self.replicas(spec)[seed]
@@ -116,9 +117,10 @@ class Study:
             if group["varies"] and "optim.lr" in group["varies"][0]:
                 _, chosen = self._grid(group)
                 condition = name.removesuffix("SGD, choosing")
-                for other in (n for n in groups if n.startswith(condition) and n != name and chosen is not None):
-                    spec = with_settings(groups[other]["spec"], {"optim.lr": chosen["optim"]["lr"]})
-                    groups[other] = {**groups[other], "spec": spec}
+                for other in (n for n in groups if n.startswith(condition) and n not in (name, f"{condition}SGD")):
+                    spec, rate = groups[other]["spec"], chosen and chosen["optim"]["lr"]
+                    spec = spec if rate is None else with_settings(spec, {"optim.lr": rate})
+                    groups[other] = {**groups[other], "spec": spec, "waits": rate is None}
         return groups
 
     def _grid(self, group):

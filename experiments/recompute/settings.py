@@ -55,7 +55,10 @@ def check_settings(item):
 
 def _specs(item):
     if item.has_plan:
-        return [g["spec"] for g in item.study.plan["items"][item.name]["groups"].values()]
+        groups = {name: g for name, g in item.planned.items() if not name.endswith(", choosing")}
+        chosen = [g.chosen for g in groups.values() if g.chosen is not None]
+        plan = item.study.plan["items"][item.name]["groups"]
+        return chosen or [plan[name]["spec"] for name in groups if name.endswith(", SGD")]
     runs = [item.study.runs[name] for name in item.section.runs]
     return [r["spec"] for r in ([r for r in runs if r["seed"] != TUNING_SEED] or runs)]
 
