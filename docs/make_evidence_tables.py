@@ -139,7 +139,7 @@ def earlier_points(known):
             errors = mean_and_interval([100 * r.metrics["test_error"] for r in records])
             points.append(Point(name, cost_in_passes(records[0].experiment, base[0].experiment.epochs), errors))
         conditions.append((title, len(base), points))
-    return sorted(conditions, key=lambda condition: -len(condition[2]))
+    return sorted(conditions, key=lambda condition: (-len(condition[2]), condition[0]))
 
 
 def demo(known):

@@ -140,15 +140,17 @@ def _paper_condition(model: str, dataset: str, source: Claims, rho: float | None
 
 def _small_condition(scale: Scale, source: Claims, rho: float | None) -> Condition:
     start = _laptop_start() if scale == "laptop" else _smoke_start()
-    lrs, factors = (LAPTOP_LRS, LAPTOP_FACTORS) if scale == "laptop" else ((0.05, 0.1), (0.5, 1.0))
+    few = ((0.05, 0.1), (0.5, 1.0), (0.5, 1.0))
+    lrs, factors, on_norm_layers = (LAPTOP_LRS, LAPTOP_FACTORS, FACTORS) if scale == "laptop" else few
     sgd = Method(name="SGD", candidates=with_rates(lrs, (start.optim.weight_decay,)), extends=True)
     longer = double_epochs(sgd)
     rivals = ((sgd.name, longer.name),)
+    more: tuple[Method, ...] = ()
     if rho is None:
         sam = Method(name="SAM", candidates=_with_factors(factors), after=sgd.name, against=rivals, extends=True)
-        more = (replace(sam, name=ON_NORM_LAYERS, candidates=_with_factors(FACTORS, norm=True), ours=True),)
+        more = (replace(sam, name=ON_NORM_LAYERS, candidates=_with_factors(on_norm_layers, norm=True), ours=True),)
     else:
-        sam, more = Method(name="SAM", candidates=with_rho([rho]), after=sgd.name, against=rivals), ()
+        sam = Method(name="SAM", candidates=with_rho([rho]), after=sgd.name, against=rivals)
     return Condition(
         labels=(start.data.name,),
         column=start.model.name,
