@@ -6,25 +6,40 @@ No number in them is typed in by hand: a test compares the tables with the runs.
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202
+import re
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from flatmin.lab.cheap_sam.arms import BASE, SAM
-from flatmin.lab.cheap_sam.study import FAMILIES, pareto_front, points_of, results_of, sam_gains, share_of_gain
+from flatmin.lab.cheap_sam.arms import BASE, cost_in_passes
+from flatmin.lab.cheap_sam.study import (
+    Point,
+    is_complete,
+    pareto_front,
+    points_of,
+    reference,
+    results_of,
+    sam_gains,
+    share_of_gain,
+)
 from flatmin.lab.demo.study import DEMO, METHODS
 from flatmin.lab.foret2021.items import ITEMS
 from flatmin.lab.foret2021.scales import CUTS
 from flatmin.lab.runs.record import Records
+from flatmin.lab.studies.conditions import TUNING_SEED
 from flatmin.lab.studies.cost import cost, num_models, training_flops
+from flatmin.lab.studies.statistics import mean_and_interval
 from flatmin.lab.studies.study import describe, planned_jobs
 from flatmin.lab.sweeps.jobs import Job
 
 ROOT = Path(__file__).parent.parent
 IMAGES = ROOT / "docs" / "images"
-FEW = {"no SAM": "SGD", "no SAM, twice the epochs": "SGD, twice the epochs", "SAM": "SAM", "part 1/8": "SAM on 1/8"}
-FEW |= {"SAM, half the epochs": "SAM, half the epochs", "momentum": "Momentum-SAM"}
-"""What the plot on the front page shows, and what it calls them."""
+EARLIER = "cheap-sam-40-epochs"
+"""The runs of cheap SAM's earlier protocol, whose code cannot be looked up."""
+FEW = {"part 1/8": "SAM on 1/8", "momentum": "Momentum-SAM"}
+FEW |= {"SGD, stopped early (clean validation)": "SGD, stopped early"}
+FEW |= {name: name for name in ("SGD", "SGD, twice the epochs", "SAM on 1/8", "SAM", "SAM, half the epochs")}
+"""What the plot on the front page shows, and what it calls them: in the study and in its earlier runs."""
 
 
 def grid(header, rows):
@@ -48,8 +63,8 @@ def claims(known):
 
 def costs(known):
     """Return what each item costs on a laptop: the median speed of each model's runs gives the hours."""
-    speeds = {}
-    for record in known.values():
+    speeds = {}  # EfficientNet-Lite0 has runs of an earlier protocol only
+    for record in (*Records(ROOT / "results" / "fine-tuning-3-epochs").values(), *known.values()):
         if record.state == "finished" and not record.experiment.data.bootstrap:  # which trains two models
             job = Job(experiment=replace(record.experiment, epochs=int(record.metrics["epoch"])))
             speeds.setdefault(record.experiment.model.name, []).append(record.time_seconds / training_flops([job]))
@@ -69,32 +84,62 @@ def cuts(_):
     return "\n".join(f"- `{item}`: {'; '.join(cuts)}." for item, cuts in CUTS.items())
 
 
-def finished_conditions(known):
-    """Return the conditions of cheap SAM in which training with and without SAM has all replicas."""
-    found = results_of("laptop", known)
-    return [entries for entries in found if {BASE, SAM} <= {p.name for p in points_of(entries)}]
-
-
 def arms(known):
-    """Return passes, error, share of SAM's gain and place on the front of every arm."""
+    """Return passes, error, share of SAM's gain and place on the front of every arm that has all replicas."""
     blocks = []
-    for entries in finished_conditions(known):
-        points = points_of(entries)
-        front = {p.name for p in pareto_front(points)}
-        means, gains = {p.name: p.error.mean for p in points}, sam_gains(entries)
-        chosen = {e.method.name: e.chosen.optim.rho for e in entries if e.chosen is not None}
+    for entries in results_of("laptop", known):
+        points, sam = points_of(entries), reference(entries)
+        means, rhos = {p.name: p.error.mean for p in points}, {e.method.name: e.chosen for e in entries}
+        if not {BASE, sam.method.name} <= means.keys():
+            continue
+        front = {p.name for p in pareto_front(points)} if is_complete(entries) else set()
         rows = []
         for p in sorted(points, key=lambda p: (p.cost, p.error.mean)):
-            gain = "" if p.name == BASE else f"{round(means[BASE] - p.error.mean, 1) + 0.0:.1f}"  # no -0.0
-            rho = f"{chosen[p.name]:g}" if chosen[p.name] else ""
-            error = f"{p.error.mean:.1f} ± {p.error.half_width:.1f}"
-            share = share_of_gain(means, p.name) if gains else ""
-            rows.append((p.name, f"{p.cost:g}", rho, error, gain, share, "yes" if p.name in front else ""))
+            rho = rhos[p.name].optim.rho_text if rhos[p.name].optim.uses_sam else ""
+            share = share_of_gain(means, p.name, sam.method.name) if sam_gains(entries) else ""
+            numbers = (f"{p.cost:.4g}", rho, *_error_and_gain(p, means[BASE]), share)
+            rows.append((p.name, *numbers, "yes" if p.name in front else ""))
         header = ("method", "passes", "rho", "test error, %", "gain, points", "share of SAM's gain", "on the front")
-        num = len(next(e for e in entries if e.method.name == SAM).replicas.records)
-        title = f"**{entries[0].condition.name}** ({num} replicas, mean and 95 % interval):"
+        title = f"**{entries[0].condition.name}** ({len(sam.replicas.records)} replicas, mean and 95 % interval):"
         blocks.append(f"{title}\n\n{grid(header, rows)}")
+    return "\n\n".join(blocks) or "No condition has all replicas of SGD and SAM yet."
+
+
+def earlier_arms(known):
+    """Return passes and errors of the earlier runs."""
+    blocks = []
+    for title, num, points in earlier_points(known):
+        base = next(p.error.mean for p in points if p.name == BASE)
+        front = {p.name for p in pareto_front(points)}
+        rows = [
+            (p.name, f"{p.cost:.4g}", *_error_and_gain(p, base), "yes" if p.name in front else "")
+            for p in sorted(points, key=lambda p: (p.cost, p.error.mean))
+        ]
+        table = grid(("method", "passes", "test error, %", "gain, points", "on the front"), rows)
+        blocks.append(f"**{title}** ({num} replicas, mean and 95 % interval):\n\n{table}")
     return "\n\n".join(blocks)
+
+
+def _error_and_gain(point, base):
+    gain = "" if point.error.mean == base else f"{round(base - point.error.mean, 1) + 0.0:.1f}"  # no -0.0
+    return f"{point.error.mean:.1f} ± {point.error.half_width:.1f}", gain
+
+
+def earlier_points(known):
+    """Return the earlier runs' conditions: title, number of replicas, and cost and error of each arm."""
+    found = {}
+    for record in known.values():
+        if record.seed != TUNING_SEED:
+            _, label, column, method = record.experiment.name.split("/", 3)  # "part 1/8" has one too
+            found.setdefault(f"{label}, {column}", {}).setdefault(method.replace("no SAM", BASE), []).append(record)
+    conditions = []
+    for title, methods in found.items():
+        base, points = methods[BASE], []
+        for name, records in methods.items():
+            errors = mean_and_interval([100 * r.metrics["test_error"] for r in records])
+            points.append(Point(name, cost_in_passes(records[0].experiment, base[0].experiment.epochs), errors))
+        conditions.append((title, len(base), points))
+    return sorted(conditions, key=lambda condition: (-len(condition[2]), condition[0]))
 
 
 def demo(known):
@@ -121,6 +166,7 @@ BLOCKS = {
     ("reproduction.md", "cuts"): ("foret2021-laptop", cuts),
     ("reproduction.md", "costs"): ("foret2021-laptop", costs),
     ("cost.md", "arms"): ("cheap-sam-laptop", arms),
+    ("cost.md", "earlier"): (EARLIER, earlier_arms),
     ("index.md", "demo"): ("demo", demo),
 }
 """By file and the name between the markers: the study, and what makes the table of its runs."""
@@ -143,47 +189,58 @@ def updated_pages():
     return pages
 
 
-def draw_costs(known):
+def drawn_conditions(known, earlier):
+    """Return the conditions to draw: the study's once noisy labels have all replicas, the earlier runs' until then."""
+    found = results_of("laptop", known)
+    if is_complete(found[0]):
+        return [(e[0].condition.name, len(e[0].replicas.records), points_of(e)) for e in found if is_complete(e)]
+    return [(f"{title} (earlier runs)", num, points) for title, num, points in earlier_points(earlier)]
+
+
+def draw_costs(found):
     """Draw error over cost, one color per family, with the front."""
     from matplotlib.figure import Figure
 
-    found = finished_conditions(known)
     figure = Figure(figsize=(15.2, 4.6 * -(-len(found) // 2)), layout="constrained")
-    families = list(dict.fromkeys(FAMILIES.values()))
-    for number, entries in enumerate(found, 1):
+    families = list(dict.fromkeys(_family(p.name) for _, _, points in found for p in points))
+    for number, (title, _, points) in enumerate(found, 1):
         axis = figure.add_subplot(-(-len(found) // 2), 2, number)
-        points = points_of(entries)
         front = pareto_front(points)
         axis.plot([p.cost for p in front], [p.error.mean for p in front], color="0.7", zorder=0, label="Pareto front")
         for p in sorted(points, key=lambda p: -p.error.mean):
-            family = FAMILIES[p.name]
-            marker = "os^D"[[q.name for q in points if FAMILIES[q.name] == family].index(p.name) % 4]
+            family = _family(p.name)
+            marker = "os^D"[[q.name for q in points if _family(q.name) == family].index(p.name) % 4]
             color = f"C{families.index(family)}"
             axis.errorbar(p.cost, p.error.mean, p.error.half_width, fmt=marker, color=color, capsize=3, label=p.name)
-        axis.set_title(entries[0].condition.name)
-        axis.set_xlabel("cost: passes over the training set, relative to training without SAM")
+        axis.set_title(title)
+        axis.set_xlabel("cost: passes over the training set, relative to SGD")
         axis.set_ylabel("test error, %")
         axis.spines[["top", "right"]].set_visible(False)
         axis.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9)
     figure.savefig(IMAGES / "cost-pareto.png", dpi=110)
 
 
-def draw_few_costs(known):
+def _family(name):
+    """Return what shares a color: "part" of "part 1/8", "SAM" of "SAM, half the epochs"."""
+    return re.split(r", (?!m =)| \d| on ", name)[0]
+
+
+def draw_few_costs(found):
     """Draw error over cost in one condition, a few methods, each with its name next to it."""
     from matplotlib.figure import Figure
 
-    entries = finished_conditions(known)[0]
-    points = {p.name: p for p in points_of(entries) if p.name in FEW}
+    title, num, points = found[0]
     figure = Figure(figsize=(7.6, 3.9), layout="constrained")
     axis = figure.add_subplot()
-    for name, p in points.items():
-        color = "C0" if name.startswith("no SAM") else "C1"
+    for p in (p for p in points if p.name in FEW):
+        color = "C0" if p.name.startswith(BASE) else "C1"
         axis.errorbar(p.cost, p.error.mean, p.error.half_width, fmt="o", color=color, capsize=3)
         right = p.cost < 1.9
         place = {"xytext": (9 if right else -9, 0), "textcoords": "offset points", "ha": "left" if right else "right"}
-        axis.annotate(FEW[name], (p.cost, p.error.mean), va="center", fontsize=10, **place)
-    axis.set(xlim=(0.9, 2.1), xlabel="cost: passes over the training set, relative to SGD", ylabel="test error, %")
-    axis.set_title(f"{entries[0].condition.name}: mean of 5 replicas, 95 % interval", fontsize=10, loc="left")
+        axis.annotate(FEW[p.name], (p.cost, p.error.mean), va="center", fontsize=10, **place)
+    lowest = min(0.9, *(p.cost - 0.1 for p in points if p.name in FEW))
+    axis.set(xlim=(lowest, 2.1), xlabel="cost: passes over the training set, relative to SGD", ylabel="test error, %")
+    axis.set_title(f"{title}: mean of {num} replicas, 95 % interval", fontsize=10, loc="left")
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(visible=True, alpha=0.3)
     figure.savefig(IMAGES / "cost.png", dpi=130)
@@ -192,6 +249,6 @@ def draw_few_costs(known):
 if __name__ == "__main__":
     for file, text in updated_pages().items():
         (ROOT / "docs" / file).write_text(text)
-    cheap_sam = Records(ROOT / "results" / "cheap-sam-laptop")
-    draw_costs(cheap_sam)
-    draw_few_costs(cheap_sam)
+    drawn = drawn_conditions(*(Records(ROOT / "results" / study) for study in ("cheap-sam-laptop", EARLIER)))
+    draw_costs(drawn)
+    draw_few_costs(drawn)

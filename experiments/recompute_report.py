@@ -17,14 +17,13 @@ from recompute.figures import check_figures, check_predictive, front, reductions
 from recompute.items import Item
 from recompute.overview import check_answer, check_overview, read_overview
 from recompute.page import NUMBER, Tally, read_page
-from recompute.runs import Study, detectable, factor, facts, optim, percent
+from recompute.rule import TABLE, check_rule_table, outcomes
+from recompute.runs import Study, detectable, factor, facts, first_runs, optim
 from recompute.settings import check_settings
 from recompute.verdicts import check_verdicts, gate
 from scipy import stats
 
 RESULTS = Path(__file__).parents[1] / "results"
-NOT_YET = ("rho-rule-laptop",)
-"""Studies whose pages this script does not know; it says so."""
 ERRORS = ("train_error", "valid_error", "test_error")
 
 
@@ -34,6 +33,8 @@ def check(directory, study=None):
     head, sections = read_page((directory / "report.md").read_text())
     items = [Item(study, tally, section) for section in sections if section.item]
     by_title = {section.title: section for section in sections}
+    for item in items:
+        item.says_missing |= len(items) == 1 and "of this item are missing" in " ".join(by_title["Answer"].lines)
     overview = read_overview(by_title["Overview"], items)
 
     def attempt(where, function, *arguments):
@@ -85,17 +86,17 @@ def check_head(head, items, study, tally):
     match = re.search(r"(\d+) finished runs? \((.+?) of training\)", text)
     tally.same("counts", "head", int(match[1]), len(study.runs))
     tally.seconds("cost", "head", match[2], sum(run["time_seconds"] for run in study.runs.values()))
-    alarms = re.findall(r"> - (.+?): (\d+) runs? of this item (?:is|are) missing", "\n".join(head))
-    unknown = [i.section.title for i in items if not i.planned and i.name != "error-reduction"]
-    tally.skip("head", " ".join(n for title, n in alarms if title in unknown), "text")  # without a plan, who knows?
-    alarms = [alarm for alarm in alarms if alarm[0] not in unknown]
-    expected = [(i.section.title, str(missing(i, items))) for i in items if missing(i, items)]
-    tally.same("missing runs", "head", alarms, expected, len(alarms))
+    alarms = re.findall(r"> - (?:(.+?): )?(\d+) runs? of this item (?:is|are) missing", "\n".join(head))
+    alarms = {title or items[0].section.title: int(number) for title, number in alarms}
     for item in items:
         said = re.findall(r"\*\*(\d+) runs? of this item", " ".join(item.section.lines))
-        if item.section.title not in unknown:
-            expected = [str(missing(item, items))] if missing(item, items) else []
-            tally.same("missing runs", item.name, said, expected, len(said))
+        printed = [alarms.get(item.section.title, 0), *(map(int, said))]
+        expected = missing(item, items)
+        if expected is None:
+            tally.skip(f"{item.name}, missing runs", " ".join(map(str, printed)), "text")
+            tally.same("missing runs", item.name, len(set(printed)), 1, 0)
+        else:
+            tally.same("missing runs", item.name, printed, [expected] * len(printed), len(printed))
         about = " ".join(line for line in item.section.lines if "runs of this item" not in line)
         tally.skip(f"{item.name}, what was run", about, "text")
         for block in item.section.blocks:
@@ -104,10 +105,16 @@ def check_head(head, items, study, tally):
 
 
 def missing(item, items):
-    """Return how many runs of a registered plan do not exist; of Figure 1, those of its tables."""
+    """Return how many runs of a registered plan do not exist; of Figure 1, those of its tables.
+
+    Without a plan that is 0 if a study is complete, and None, not known, if its page says that runs are missing.
+    """
     if item.name == "error-reduction":
-        return sum(missing(other, items) for other in items if re.match(r"Table [1235],", other.section.source))
-    return sum(group.asked - len(group.runs) for group in item.planned.values())
+        found = [missing(other, items) for other in items if re.match(r"Table [1235],", other.section.source)]
+        return None if None in found else sum(found)
+    if not item.has_plan and item.says_missing:
+        return None
+    return item.study.asked(item.planned)[1]
 
 
 def check_runs(section, study, tally):
@@ -134,6 +141,8 @@ def check_computed_columns(item):
         where = f"{item.name}, {block.caption}"
         if "share of SAM's gain" in block.header:
             _arms(item, block)
+        elif block.caption == TABLE and block.rows:
+            check_rule_table(item, block)
         elif block.caption.startswith("Which to use"):
             expected = [
                 [c, f"{cost:g}", name]
@@ -174,7 +183,7 @@ def _code(item, code, run, where):
 
 def _to_sam(item, condition, name, printed, text, where):
     """Check the difference between an arm and SAM, pair by pair."""
-    own, sam = (item.arm(condition, n).values(percent("test_error")) for n in (name, "SAM"))
+    own, sam = (item.errors(item.arm(condition, n)) for n in (name, item.reference(condition)))
     differences = [own[s] - sam[s] for s in sorted(own.keys() & sam.keys())]
     item.tally.interval("difference", where, printed, differences)
     for one, value in zip(text.partition(" points;")[0].partition(";")[0].split(", "), differences, strict=True):
@@ -182,34 +191,37 @@ def _to_sam(item, condition, name, printed, text, where):
 
 
 def _arms(item, block):
-    means = {name: mean for _, mean, name, _ in item.arms(block.caption)}
-    gain = means["no SAM"] - means["SAM"]
-    without, sam = (item.arm(block.caption, n).values(percent("test_error")) for n in ("no SAM", "SAM"))
-    gains = [without[seed] - sam[seed] for seed in without.keys() & sam.keys()]
-    half_width = stats.t.ppf(0.975, len(gains) - 1) * stats.sem(gains)
-    for name, cost, rho, _, _, share, _ in block.rows:
+    """Check passes, radii and shares of SAM's gain of one condition of our own study."""
+    means, sam = {name: mean for _, mean, name, _ in item.arms(block.caption)}, item.reference(block.caption)
+    gain = half_width = math.nan
+    if {"SGD", sam} <= means.keys():
+        without, with_sam = (item.errors(item.arm(block.caption, n)) for n in ("SGD", sam))
+        gains = [without[seed] - with_sam[seed] for seed in without.keys() & with_sam.keys()]
+        gain, half_width = means["SGD"] - means[sam], stats.t.ppf(0.975, len(gains) - 1) * stats.sem(gains)
+    for name, cost, rho, _, _, share, difference in block.rows:
         where = f"{item.name}, {block.caption}, {name}"
+        shows = name in means and name not in ("SGD", sam) and gain > 2 * half_width
+        item.tally.same("share of SAM's gain", where, bool(share), shows, 0)
+        item.tally.same("difference", where, bool(difference), {name, "SGD", sam} <= means.keys() and name != sam, 0)
+        if not any(e.caption == block.caption and e.row[0] == name for e in item.entries):
+            item.tally.skip(where, cost, "text")  # no run yet
+            continue
         run = item.arm(block.caption, name).runs[0]
-        item.tally.number("passes", where, cost, item.passes(block.caption, name), 6)
+        item.tally.number("passes", where, cost, item.passes(block.caption, name), 4)
         if rho:
             tried = [r for r in item.study.candidates(run["spec"]) if optim(r, "rho")]
             best = min(tried, key=lambda r: r["metrics"]["valid_error"])
-            item.tally.number("choice", where, rho, factor(optim(best, "rho")), 6)
-            item.tally.same("choice", where, optim(run, "rho"), optim(best, "rho"))
+            item.tally.same("choice", where, [rho, optim(run, "rho")], [optim(best, "rho")] * 2)
         if share:
-            item.tally.number(
-                "share of SAM's gain", where, share.removesuffix(" %"), 100 * (means["no SAM"] - means[name]) / gain
-            )
-        item.tally.same(
-            "share of SAM's gain", where, bool(share), name not in ("no SAM", "SAM") and gain > 2 * half_width, 0
-        )
-    said = re.search(r"settings chosen without SAM: lr ([\d.]+), decay (\d+(?:\.\d+)?)", " ".join(block.lines))
-    base = item.arm(block.caption, "no SAM").runs[0]
-    tried = [r for r in item.study.candidates(base["spec"], "lr", "weight_decay") if not optim(r, "rho")]
-    best = min(tried, key=lambda r: r["metrics"]["valid_error"])
+            kept = 100 * (means["SGD"] - means[name]) / gain
+            item.tally.number("share of SAM's gain", where, share.removesuffix(" %"), kept)
+    text = " ".join(block.lines)
+    said = re.search(r"All arms share SGD's settings: lr ([\d.]+), decay (\d+(?:\.\d+)?)\.", text)
+    item.tally.same("label", block.caption, f"SAM is “{sam}” here." in text, True, 0)
+    runs = [run for e in item.entries if e.caption == block.caption for run in e.runs]
     for printed, name, default in ((said[1], "lr", 0.1), (said[2], "weight_decay", 5e-4)):
-        item.tally.number("choice", block.caption, printed, optim(best, name, default), 6)
-        item.tally.same("choice", block.caption, optim(base, name, default), optim(best, name, default))
+        for value in {optim(run, name, default) for run in runs}:
+            item.tally.number("choice", block.caption, printed, value, 6)
 
 
 def _chosen_by_replicas(item, block, where):
@@ -247,11 +259,11 @@ def check_notes(item, items):
             item.tally.same("registered text", where, item.study.about["plans"][item.name][:10], match[1])
             item.tally.same("size of a family", where, int(match[2]), len(plan["comparisons"]))
         elif match := re.match(r"(\d+) of (\d+) runs are missing", line):
-            asked = sum(group.asked for group in item.planned.values())
-            item.tally.same("missing runs", where, (int(match[1]), int(match[2])), (missing(item, items), asked), 2)
+            asked, absent = item.study.asked(item.planned)
+            item.tally.same("missing runs", where, (int(match[1]), int(match[2])), (absent, asked), 2)
         elif match := re.match(r"(\d+) runs more than the plan's first grids", line):
-            first = sum(len(g["varies"] or [0]) * len(g["seeds"]) for g in plan["groups"].values())
-            item.tally.same("counts", where, int(match[1]), sum(group.asked for group in item.planned.values()) - first)
+            first = len({s for g in plan["groups"].values() for s in first_runs(g)})
+            item.tally.same("counts", where, int(match[1]), item.study.asked(item.planned)[0] - first)
         elif match := re.match(r"(\d+) models of (\d+) are counted; (\d+) did not come to the loss of ([\d.]+)", line):
             models, total = zoo(item.study, item.name)
             item.tally.same(
@@ -259,6 +271,9 @@ def check_notes(item, items):
             )
         elif match := re.match(r"In (\d+) of (\d+) spectra the largest eigenvalues had not converged", line):
             item.tally.same("counts", where, [int(n) for n in match.groups()], unconverged(item), 2)
+        elif match := re.match(r"Not counted: (.+?)\. (.+)\.$", line):
+            closed = [(o.condition, o.gate) for o in outcomes(item) if o.complete and o.gate]
+            item.tally.same("gate", where, match.groups() in closed, True, numbers)
         elif item.section.source.startswith(("Table", "Figure", "Theorem")):
             item.tally.papers += numbers
         else:
@@ -278,9 +293,6 @@ def main(arguments):
     """Print what was checked; return the exit code."""
     directories = [Path(a) for a in arguments] or sorted(p.parent for p in RESULTS.glob("*/report.md"))
     wrong = 0
-    for directory in (d for d in directories if d.name in NOT_YET):
-        print(f"{directory.name}: not checked, this script does not know its page.")
-    directories = [directory for directory in directories if directory.name not in NOT_YET]
     for directory in directories:
         tally = check(directory)
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in tally.checked.most_common())

@@ -15,7 +15,7 @@ SOURCE = Path(flatmin.__file__).parent
 LEVELS = {"__init__": 1, "core": 0, "integrations": 1, "measures": 1, "lab": 2, "cli": 3}
 LAB_LEVELS = {
     **{"errors": 0, "spec": 1, "data": 2, "models": 3, "runs": 4, "training": 5, "sweeps": 6, "studies": 7},
-    **{"demo": 8, "foret2021": 8, "cheap_sam": 8, "rho_rule": 9, "report": 10, "commands": 11},
+    **{"demo": 8, "foret2021": 8, "rho_rule": 9, "cheap_sam": 10, "report": 11, "commands": 12},
 }
 """Inside the lab; packages of one level do not import each other."""
 

@@ -42,6 +42,11 @@ class Entry:
     runs: list[dict]
     notes: list[str]
 
+    @property
+    def is_incomplete(self):
+        """Whether it says that replicas are missing."""
+        return any("available" in note or "failed" in note for note in self.notes)
+
     def values(self, read):
         """Return a number of each run by seed."""
         return {run["seed"]: read(run) for run in self.runs}

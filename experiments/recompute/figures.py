@@ -7,6 +7,7 @@ from functools import cache
 
 import numpy as np
 from recompute.page import NUMBER, interval
+from recompute.rule import rule_points
 from recompute.runs import at_loss, cosines, curve, factor, facts, limits, optim, percent
 from scipy import stats
 
@@ -176,6 +177,8 @@ def _points(item, items, block):
         read = lambda run: {x: a[match[1]] for x in limits(run) if (a := at_loss(run, x)) is not None}  # noqa: E731
         for (series, limit), found in _grouped(runs, _method, read).items():
             yield (series, limit), found
+    elif title == "Test error over rho, in units of the suggestion":
+        yield from rule_points(item, runs)
     elif title.startswith("Test error over ") and "training" not in title:
         yield from _over_rho(item, runs, title)
     elif title.startswith("Cosine between"):
@@ -275,7 +278,7 @@ def front(points):
 def _over_cost(item, condition):
     points = item.arms(condition)
     for cost, _, name, errors in points:
-        kind = re.sub(r" 1/\d+| on 1/\d+| \d+th step|, (half|twice|1\.25 times) the epochs", "", name)
+        kind = re.sub(r"(?<=ascent) on 1/\d+|, (half|twice) the epochs| \((clean|noisy) validation\)", "", name)
         yield (kind, round(cost, 9)), (cost, errors, name)
     for cost, error, name, _ in front(points):
         yield ("Pareto front", round(cost, 9)), (cost, [error], name)

@@ -121,6 +121,8 @@ def _names_of(row, method):
 
 def item_runs(item, items):
     """Return all runs of an item: those its section links, those of its name, and of the tables it sums up."""
+    if len(items) == 1:
+        return set(item.study.runs)
     runs = set(item.section.runs) | {
         n for n, r in item.study.runs.items() if r["spec"]["name"].startswith(f"{item.name}/")
     }

@@ -30,6 +30,8 @@ class Group:
     """The specs of a grid."""
     chosen: dict | None
     """The spec of its choice; None before all of the grid have run."""
+    wanted: set[tuple[str, int]]
+    """Each run that is asked for, by spec and seed: two groups may ask for the same ones."""
 
 
 class Study:
@@ -73,13 +75,14 @@ class Study:
         A grid whose best value is at its edge grows by a factor of 2, at most three times. A group that has a grid
         takes what the grid chose; it has no runs before.
         """
-        groups = self.plan["items"].get(item, {"groups": {}})["groups"]
+        groups = self._with_chosen_rates(self.plan["items"].get(item, {"groups": {}})["groups"])
         grids = {name.removesuffix(", choosing"): self._grid(g) for name, g in groups.items() if g["varies"]}
         planned = {}
         for name, group in groups.items():
             # Bootstrapped methods have the settings of those they follow.
             chooses = name.removesuffix(", choosing").replace("Bootstrap + ", "")
             specs, chosen = grids.get(chooses, ([group["spec"]], group["spec"]))
+            chosen = None if group.get("waits") else chosen
             if group["varies"]:
                 runs = [
                     self.replicas(spec)[seed]
@@ -87,7 +90,8 @@ class Study:
                     for seed in group["seeds"]
                     if seed in self.replicas(spec)
                 ]
-                planned[name] = Group(runs, len(specs), specs, chosen)
+                wanted = {(key(spec), seed) for spec in specs for seed in group["seeds"]}
+                planned[name] = Group(runs, len(specs), specs, chosen, wanted)
             else:
                 spec = None
                 if chosen is not None:
@@ -95,15 +99,37 @@ class Study:
                     spec = with_settings({**group["spec"], "optim": chosen.get("optim", {})}, {"data.mixup": mixup})
                 replicas = {} if spec is None else self.replicas(spec)
                 runs = [replicas[seed] for seed in group["seeds"] if seed in replicas]
-                planned[name] = Group(runs, len(group["seeds"]), [], spec)
+                wanted = {
+                    (key(spec or group["spec"]), seed) for seed in group["seeds"]
+                }  # the first stands for a choice
+                planned[name] = Group(runs, len(group["seeds"]), [], spec, wanted)
         return planned
+
+    def asked(self, planned):
+        """Return how many runs the groups of a plan ask for, and how many of these do not exist."""
+        wanted = set().union(*(group.wanted for group in planned.values()))
+        return len(wanted), sum(seed not in self.by_spec.get(spec, {}) for spec, seed in wanted)
+
+    def _with_chosen_rates(self, groups):
+        """Return groups with the learning rate that SGD chose, which no plan can know, in all of its condition."""
+        groups = dict(groups)
+        for name, group in list(groups.items()):
+            if group["varies"] and "optim.lr" in group["varies"][0]:
+                _, chosen = self._grid(group)
+                condition = name.removesuffix("SGD, choosing")
+                for other in (n for n in groups if n.startswith(condition) and n not in (name, f"{condition}SGD")):
+                    spec, rate = groups[other]["spec"], chosen and chosen["optim"]["lr"]
+                    spec = spec if rate is None else with_settings(spec, {"optim.lr": rate})
+                    groups[other] = {**groups[other], "spec": spec, "waits": rate is None}
+        return groups
 
     def _grid(self, group):
         """Return the specs of a grid that has grown as far as it may, and the best; None while one has no run.
 
-        Only grids of rho grow.
+        Only grids of rho and of the learning rate grow.
         """
-        grows = "optim.rho" in group["varies"][0]
+        setting = next(iter(group["varies"][0]))
+        grows = setting in ("optim.rho", "optim.lr")
         specs = {tuple(v.values()): with_settings(group["spec"], v) for v in group["varies"]}
         for growth in range(1 + MOST_GROWTH):
             names = {values: self.replicas(spec).get(TUNING_SEED) for values, spec in specs.items()}
@@ -114,7 +140,9 @@ class Study:
             if not grows or factor(best[0]) not in (min(numbers), max(numbers)) or growth == MOST_GROWTH:
                 break
             more = factor(best[0]) / 2 if factor(best[0]) == min(numbers) else 2 * factor(best[0])
-            specs[f"{more:.12g}x",] = with_settings(group["spec"], {"optim.rho": f"{more:.12g}x"})
+            if setting == "optim.rho":
+                more = "auto" if more == 1 else f"{more:.12g}x"
+            specs[more,] = with_settings(group["spec"], {setting: more})
         return list(specs.values()), specs[best]
 
 
@@ -125,6 +153,12 @@ def key(spec):
         for k, part in spec.items()
     }
     return json.dumps({k: part for k, part in tree.items() if k != "name" and part != {}}, sort_keys=True)
+
+
+def first_runs(group):
+    """Return the runs of a registered group before its grid grows, by spec and seed."""
+    specs = [with_settings(group["spec"], settings) for settings in group["varies"]] or [group["spec"]]
+    return {(key(spec), seed) for spec in specs for seed in group["seeds"]}
 
 
 def without(spec, *settings):
@@ -307,6 +341,8 @@ def quantity(where):
 
     ``where`` is the table's caption, the row's labels and the column's title.
     """
+    if where.startswith("The suggested radius and the tuned one"):
+        return (lambda run: run["metrics"]["rho"]) if where.endswith("| suggested rho") else percent("test_error")
     if "stopped early" in where:
         read = quantity(where.replace("stopped early", "stopped"))
         return None if read is None else lambda run: read({**run, "metrics": best_epoch(run)})
@@ -377,6 +413,7 @@ WORDS = (
     (r"every (\d+)th step", lambda run, m: optim(run, "every") == int(m[1])),
     (r"at weight (\d)", lambda run, m: optim(run, "weight") == float(m[1])),
     (r"\bmomentum\b", lambda run, _: optim(run, "direction") == "momentum"),
+    (r"\bnorm layers\b", lambda run, _: optim(run, "perturb") == "norm"),
     (r"\bMixup\b", lambda run, _: run["spec"]["data"].get("mixup", 0) > 0),
     (r"\bBootstrap\b", lambda run, _: run["spec"]["data"].get("bootstrap") is True),
     (
@@ -387,7 +424,10 @@ WORDS = (
     (r"\b(wrn-\d+-\d+|timm/\w+)", lambda run, m: run["spec"]["model"]["name"] == m[1]),
     (r"(?<!, )\b(\d+) epochs", lambda run, m: run["spec"]["epochs"] == int(m[1])),
     (r"\b(first|second) order", lambda run, m: bool(optim(run, "second_order")) == (m[1] == "second")),
-    (r"(cifar10|fashion-mnist|CIFAR-10|Fashion-MNIST)", lambda run, m: run["spec"]["data"]["name"] == DATASETS[m[1]]),
+    (
+        r"(cifar10|fashion-mnist|CIFAR-10|Fashion-MNIST)",
+        lambda run, m: run["spec"]["data"].get("name", "digits") == DATASETS[m[1]],
+    ),
     (r"^[\w-]+, (basic|cutout|none|autoaugment),", lambda run, m: run["spec"]["data"].get("augment", "none") == m[1]),
     (r"^(basic|none), ", lambda run, m: run["spec"]["data"].get("augment", "none") == m[1]),
     (r"\bp = inf", lambda run, _: optim(run, "p") in ("inf", math.inf)),

@@ -39,6 +39,9 @@ def check_settings(item):
         return
     for name, value, source, note in block.rows:
         where = f"{item.name}, hyperparameters, {name}"
+        if not item.has_plan and item.says_missing:  # the settings of runs that neither a plan nor a run tells
+            item.tally.skip(where, value, "text")
+            continue
         count = max(1, len(NUMBER.findall(value)))
         expected = _chosen(item, name) if source == "validation" else _values(item, name, specs)
         if expected is None:
@@ -55,7 +58,10 @@ def check_settings(item):
 
 def _specs(item):
     if item.has_plan:
-        return [g["spec"] for g in item.study.plan["items"][item.name]["groups"].values()]
+        groups = {name: g for name, g in item.planned.items() if not name.endswith(", choosing")}
+        chosen = [g.chosen for g in groups.values() if g.chosen is not None]
+        plan = item.study.plan["items"][item.name]["groups"]
+        return chosen or [plan[name]["spec"] for name in groups if name.endswith(", SGD")]
     runs = [item.study.runs[name] for name in item.section.runs]
     return [r["spec"] for r in ([r for r in runs if r["seed"] != TUNING_SEED] or runs)]
 
@@ -82,7 +88,7 @@ def _values(item, name, specs):
             s["model"]["name"] + ", without batch norm" * (s["model"].get("norm") == "none") for s in specs
         )
     if name == "training images":
-        sizes = ((s["data"].get("train_size"), s["data"]["name"]) for s in specs)
+        sizes = ((s["data"].get("train_size"), s["data"].get("name", "digits")) for s in specs)
         return dict.fromkeys(f"{'all' if n is None else f'{n:,}'} of {data}" for n, data in sizes)
     if name == "momentum":
         return [f"{m:g}" for m in every("optim", "momentum")] + ["Nesterov's"]

@@ -6,7 +6,8 @@ import re
 from recompute.comparisons import AGAINST, CLAIM, NO_PAIR, OVER_PAIRS, P_VALUE, PARTIAL, UNTESTABLE
 from recompute.figures import reductions, scores, swap_test
 from recompute.page import interval
-from recompute.runs import SIGNIFICANT, factor, facts, optim, sign_test, without_sam
+from recompute.rule import check_rule_verdict
+from recompute.runs import SIGNIFICANT, TUNING_SEED, factor, facts, optim, sign_test, without_sam
 from recompute.untestable import why_untestable
 
 GATE, NOISY_GATE = 2.0, 5.0
@@ -28,6 +29,9 @@ def check_verdicts(item, items, claims):
 
 def _expected(item, items, claim, evidence, compared, where):
     """Return the status by the rules, and what is left of the evidence when its numbers are checked."""
+    if item.name == "rho-rule":
+        status, rest = check_rule_verdict(item, claim, evidence, compared, where)
+        return status, _sentences(item, evidence, compared, where) if rest is None else rest
     if OVER_PAIRS.search(evidence):
         return _one_comparison(item, evidence, compared[0], where)
     if evidence.startswith("Not yet: "):
@@ -50,7 +54,7 @@ def _expected(item, items, claim, evidence, compared, where):
             _best_other_rho(item, c, where)
     status, rest = judged(compared), _sentences(item, evidence, compared, where)
     if " keeps at least " in claim:
-        return _kept(item, claim, status, compared[0], where), rest
+        return _kept(item, claim, status, compared[0], rest, where)
     if match := re.search(r"changes by less than ([\d.]+) points; more than ([\d.]+) would be a strong effect", rest):
         changes, margin = [interval(c.differences) for c in compared], STRONG * _gain(item, compared[0])
         widest = max(abs(mean) + half_width for mean, half_width in changes)
@@ -186,12 +190,37 @@ def _gain(item, compared):
     return interval(errors)[0] - interval(list(compared.high.values()))[0]
 
 
-def _kept(item, claim, status, compared, where):
-    """Return whether an arm keeps 90 % of SAM's gain; the claim also says what it costs."""
-    cost = re.search(r", at ([\d.]+) pass", claim)[1]
-    item.tally.number("passes", where, cost, item.passes(compared.condition, compared.names[0]), 6)
+def _kept(item, claim, status, compared, rest, where):
+    """Return whether an arm keeps 90 % of SAM's gain, and what is left of the sentence; the claim says its cost."""
+    cost = re.search(r", at ([\d.]+) pass", claim)
+    if cost and compared.differences:
+        item.tally.number("passes", where, cost[1], item.passes(compared.condition, compared.names[0]), 4)
+    elif cost:
+        item.tally.skip(where, cost[0], "text")  # no run yet
+    rest = re.sub(r"(?<= )\d+%(?= of the gain)|m = \d+|1/\d+", "", rest)
+    if not compared.differences:
+        return status, rest
+    gates = _gates_of_arms(item, compared)
+    said = re.match(r"Not a test of the claim at this scale: (.*?)\. test error, %", rest)
+    item.tally.same("gate", where, said[1].split("; ") if said else [], gates, len(gates))
     mean, half_width = interval(compared.differences)
-    return "kept" if status == "reproduced" else "not kept" if mean - half_width > 0 else status
+    kept = "kept" if status == "reproduced" else "not kept" if mean - half_width > 0 else status
+    return "not tested at this scale" if gates else kept, rest.replace(said[1], "") if said else rest
+
+
+def _gates_of_arms(item, compared):
+    """Return why an arm is not tested: SGD's training error, or a radius at the edge of its grid."""
+    base, sam = (item.arm(compared.condition, n) for n in ("SGD", item.reference(compared.condition)))
+    own, found = item.arm(compared.condition, compared.names[0]), []
+    error = 100 * sum(run["metrics"]["train_error"] for run in base.runs) / len(base.runs)
+    most = NOISY_GATE if base.runs[0]["spec"].get("data", {}).get("label_noise") else GATE
+    found += [f"SGD ends with a training error of {error:.1f} %, above {most:g} %"] * (error > most)
+    for entry in (sam, own):
+        tried = [factor(optim(r, "rho")) for r in item.study.candidates(entry.runs[0]["spec"]) if optim(r, "rho")]
+        rho = optim(entry.runs[0], "rho")
+        at_edge = bool(rho) and len(set(tried)) > 2 and factor(rho) in (min(tried), max(tried))
+        found += [f"{entry.row[0]}'s rho is at the edge of its grid"] * at_edge
+    return found
 
 
 def _in_words(item, evidence, c, where):

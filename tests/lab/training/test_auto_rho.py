@@ -29,7 +29,7 @@ def experiment(model="wrn-10-1", data=DATA, epochs=1, **optim):
     )
 
 
-def by_hand(result, size, decay=0.0):
+def by_hand(result, size, decay=0.0, norm_layers=False):
     """Return 0.1 mean(L) / mean(|g|) at the initial weights on the training batches, in pieces of `size` examples."""
     trained = load_trained(result.directory, epoch=0)
     network = trained.network.train()
@@ -43,7 +43,8 @@ def by_hand(result, size, decay=0.0):
             )
             loss = batch.own_weight * own + (1 - batch.own_weight) * other
             loss = loss + decay / 2 * sum(p.square().sum() for p in network.parameters())
-            grads = torch.autograd.grad(loss, list(network.parameters()))
+            layers = [m for m in network.modules() if isinstance(m, torch.nn.BatchNorm2d)] if norm_layers else [network]
+            grads = torch.autograd.grad(loss, [p for layer in layers for p in layer.parameters()])
             norms.append(math.sqrt(sum(g.double().square().sum().item() for g in grads)))
             losses.append(loss.item())
             sizes.append(len(batch.labels[rows]))
@@ -66,13 +67,15 @@ def by_hand(result, size, decay=0.0):
         ({"second_order": True}, 20),
         ({"direction": "random", "rho": "2x"}, 20),
         ({"decay": "loss", "weight_decay": 0.1}, 20),
+        ({"perturb": "norm"}, 20),
+        ({"perturb": "norm", "direction": "random"}, 20),
     ],
     ids=str,
 )
 def test_radius_is_the_rule_on_as_many_examples_as_share_an_eps(optim, size, tmp_path):
     asked = experiment(**optim)
     result = train(asked, runs=tmp_path)
-    rho = asked.optim.rho_factor * by_hand(result, size, optim.get("weight_decay", 0.0))
+    rho = asked.optim.rho_factor * by_hand(result, size, optim.get("weight_decay", 0.0), "perturb" in optim)
     assert result.metrics["rho"] == pytest.approx(rho, rel=1e-4)
     assert load_trained(result.directory).rho == result.metrics["rho"]
 

@@ -78,6 +78,7 @@ VARIANTS = {
     "random-direction": small(optim=Optim(rho=0.1, direction="random")),
     "shake-shake": small(model="shake-shake-8-2x4d", optim=Optim(rho=0.1)),
     "measured-radius": small(model="wrn-10-1", optim=Optim(rho="0.5x", every=2, m=7)),
+    "norm-layers": small(model="wrn-10-1", optim=Optim(rho="0.5x", perturb="norm", warmup_epochs=1)),
     "second-order": small(optim=Optim(rho=0.1, second_order=True, decay="loss")),
     "bfloat16": dataclasses.replace(small(model="wrn-10-1", optim=Optim(rho=0.1)), precision="bfloat16"),
     "autoaugment": small(data=Data(train_size=60, batch_size=20, augment="autoaugment", cutout_size=3)),

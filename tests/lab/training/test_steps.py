@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from flatmin.lab.data.pipeline import Batch
+from flatmin.lab.errors import ModelError
 from flatmin.lab.models.build import build_model
 from flatmin.lab.models.shake import ShakeShake
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim, passes_per_step
@@ -63,22 +64,23 @@ def assert_same(network, reference, tolerance=1e-6):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}")
 
 
-def sam_gradient_by_hand(network, loss, rho):
+def sam_gradient_by_hand(network, loss, rho, perturbed=lambda name: True):
     """Backward at w, climb, backward at w + eps, come back; returns the gradients at w + eps."""
     parameters = list(network.parameters())
     grads = torch.autograd.grad(loss(), parameters)
+    grads = [g if perturbed(n) else 0 * g for (n, _), g in zip(network.named_parameters(), grads, strict=True)]
     norm = torch.sqrt(sum((g**2).sum() for g in grads))
     with torch.no_grad():
         for p, g in zip(parameters, grads, strict=True):
             p.add_(rho * g / norm)
     statistics = {k: v.clone() for k, v in network.named_buffers()}
-    perturbed = torch.autograd.grad(loss(), parameters)
+    at_eps = torch.autograd.grad(loss(), parameters)
     with torch.no_grad():
         for p, g in zip(parameters, grads, strict=True):
             p.sub_(rho * g / norm)
         for k, v in network.named_buffers():
             v.copy_(statistics[k])
-    return perturbed
+    return at_eps
 
 
 SGD, ADAMW = torch.optim.SGD, torch.optim.AdamW
@@ -118,6 +120,30 @@ def test_a_sam_step_is_that_of_a_loop_written_by_hand_with_statistics_of_the_fir
     assert_same(stepper.network, reference, 1e-5)
     assert measured.at_w.loss.item() == pytest.approx(loss_of(start, a_batch()).item(), rel=1e-5)
     assert measured.perturbed.loss > measured.at_w.loss
+
+
+def test_on_norm_layers_eps_has_the_norm_of_their_gradient_alone_and_all_parameters_are_trained():
+    """eps = rho g_N / |g_N| on scales and shifts, 0 elsewhere; every parameter takes its gradient at w + eps."""
+    stepper, reference = a_stepper("wrn-10-1", rho=0.5, perturb="norm", weight_decay=1e-2, clip_norm=0.1)
+    take(stepper, [a_batch()])
+    reference.train()
+    start = {name: p.detach().clone() for name, p in reference.named_parameters()}
+    norms = {f"{n}." for n, layer in reference.named_modules() if isinstance(layer, torch.nn.BatchNorm2d)}
+    grads = sam_gradient_by_hand(
+        reference, lambda: loss_of(reference, a_batch()), 0.5, lambda name: name.startswith(tuple(norms))
+    )
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-2)
+    for p, g in zip(reference.parameters(), grads, strict=True):
+        p.grad = g
+    torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+    optimizer.step()
+    assert_same(stepper.network, reference, 1e-5)
+    assert all(not torch.equal(p, start[name]) for name, p in stepper.network.named_parameters())
+
+
+def test_a_model_without_norm_layers_has_no_sam_on_them():
+    with pytest.raises(ModelError, match=r"optim\.perturb is norm, but the model has no normalization layer"):
+        a_stepper("cnn-4", rho=0.5, perturb="norm")
 
 
 def test_decay_in_the_loss_takes_part_in_the_perturbation_and_decay_in_the_optimizer_does_not():

@@ -108,7 +108,7 @@ def conditions(scale: Scale) -> list[Condition]:
         tables = [*table1_conditions(scale), *svhn_fashion_conditions(scale)]
         found = [condition for condition in tables if condition.start.data.augment in AUGMENTS]
         found += [_own_condition(protocol.noisy(percent), f"{percent}% noise", "fashion-mnist") for percent in NOISE]
-        found += [_text(), _table()]
+        found += [_text(), perceptron_condition()]
     return [_with_the_rule(condition) for condition in found]
 
 
@@ -132,7 +132,8 @@ def _text() -> Condition:
     return _own_condition(start, "char-transformer, AdamW", "python-text")
 
 
-def _table() -> Condition:
+def perceptron_condition() -> Condition:
+    """Return a perceptron on a table of 500 digits with noisy labels."""
     start = Experiment(
         data=Data(name="digits", train_size=500, label_noise=0.4),
         model=Model(name="mlp-2-256"),

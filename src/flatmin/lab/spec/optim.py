@@ -10,7 +10,7 @@ from flatmin.lab.spec.fields import conform, require
 
 SAM_ONLY = (
     *("adaptive", "sync_perturbation", "second_order", "ascent_steps", "direction"),
-    *("p", "part", "ascent_part", "every", "weight"),
+    *("p", "part", "ascent_part", "every", "weight", "perturb"),
 )
 """The fields of `Optim` that mean nothing without SAM."""
 AUTO = "auto"
@@ -60,6 +60,8 @@ class Optim:
     """SAM in every k-th step, plain steps in between."""
     weight: float | None = None
     """Factor of SAM's correction g(w + eps) - g(w); full strength if None: every / part."""
+    perturb: Literal["all", "norm"] = "all"
+    """norm: SAM perturbs the parameters of normalization layers only (SAM-ON); all are trained."""
     m: int | None = None
     """Examples that batch norm sees together and that, with SAM, share an eps (m-sharpness, Section 4.1), as if on a
     separate accelerator; all of a worker's if None."""
@@ -83,7 +85,7 @@ class Optim:
         cheap = self.part < 1 or self.every > 1 or self.weight not in (None, 1)
         alone = ascent and not cheap and self.m is None and one_ascent
         plain = self.m is None and not self.sync_perturbation and self.adaptive is None
-        plain = plain and not cheap and self.ascent_part == 1 and self.direction != "momentum"
+        plain = plain and not cheap and self.ascent_part == 1 and self.direction != "momentum" and self.perturb == "all"
         exact = plain and one_ascent and self.p in (2, math.inf)
         finite = self.weight is None or (self.weight >= 0 and math.isfinite(self.weight))
         require(
@@ -117,8 +119,8 @@ class Optim:
             (
                 "second_order",
                 not self.second_order or exact,
-                "false with m, sync_perturbation, adaptive, part, every, weight, momentum, several ascent steps, or p "
-                "other than 2 and inf",
+                "false with m, sync_perturbation, adaptive, part, every, weight, perturb, momentum, several ascent "
+                "steps, or p other than 2 and inf",
             ),
         )
 

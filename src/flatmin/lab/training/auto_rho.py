@@ -15,7 +15,7 @@ from flatmin.lab.models.build import freeze_batch_norm
 from flatmin.lab.models.shake import true_gradient
 from flatmin.lab.runs.directory import run_seed
 from flatmin.lab.training.distributed import Workers
-from flatmin.lab.training.steps import Stepper
+from flatmin.lab.training.steps import Stepper, parameter_groups
 from flatmin.lab.training.trained_model import TrainedModel
 
 NUM_BATCHES = 8
@@ -31,7 +31,7 @@ def suggestion(stepper: Stepper, batches: Iterable[Batch], m: int | None = None)
     opt = stepper.optimizer
     if not isinstance(opt, SAM) or optim.direction != "gradient":
         opt = SAM(
-            torch.optim.SGD(stepper.network.parameters(), lr=0.0),
+            torch.optim.SGD(parameter_groups(optim, stepper.network), lr=0.0),
             p=optim.p,
             adaptive=False if optim.adaptive is None else optim.adaptive,
             model=stepper.forward,

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
-from flatmin import SAM, sam_gradient
+from flatmin import SAM, norm_parameters, sam_gradient
 from flatmin.lab.data.pipeline import Batch
 from flatmin.lab.data.randomness import Purpose, torch_seed
+from flatmin.lab.errors import ModelError
 from flatmin.lab.models.shake import true_gradient
 from flatmin.lab.spec.experiment import Experiment, Optim
 from flatmin.lab.training.distributed import Workers
@@ -36,13 +37,13 @@ class StepMetrics(NamedTuple):
 def base_optimizer(optim: Optim, network: nn.Module) -> torch.optim.Optimizer:
     """Return the optimizer that SAM wraps; it clips the gradient it is given, which is the synchronized one."""
     decay = optim.weight_decay if optim.decay == "optimizer" else 0.0
-    parameters = list(network.parameters())
+    parameters, groups = list(network.parameters()), parameter_groups(optim, network)
     optimizer: torch.optim.Optimizer
     if optim.name == "adamw":
-        optimizer = torch.optim.AdamW(parameters, lr=optim.lr, weight_decay=decay)
+        optimizer = torch.optim.AdamW(groups, lr=optim.lr, weight_decay=decay)
     else:
         optimizer = torch.optim.SGD(
-            parameters, lr=optim.lr, momentum=optim.momentum, nesterov=optim.nesterov, weight_decay=decay
+            groups, lr=optim.lr, momentum=optim.momentum, nesterov=optim.nesterov, weight_decay=decay
         )
     if optim.clip_norm is not None:
         limit = optim.clip_norm
@@ -52,6 +53,19 @@ def base_optimizer(optim: Optim, network: nn.Module) -> torch.optim.Optimizer:
 
         optimizer.register_step_pre_hook(clip)
     return optimizer
+
+
+def parameter_groups(optim: Optim, network: nn.Module) -> list[dict[str, Any]]:
+    """Return all parameters: in one group, or in two if only those of normalization layers have a radius."""
+    if optim.perturb == "all":
+        return [{"params": list(network.parameters())}]
+    try:
+        return norm_parameters(network)
+    except ValueError:
+        raise ModelError(
+            "optim.perturb is norm, but the model has no normalization layer with parameters. Use another model, or "
+            "all."
+        ) from None
 
 
 class Stepper:
