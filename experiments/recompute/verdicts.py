@@ -7,7 +7,7 @@ from recompute.comparisons import AGAINST, CLAIM, NO_PAIR, OVER_PAIRS, P_VALUE, 
 from recompute.figures import reductions, scores, swap_test
 from recompute.page import interval
 from recompute.rule import check_rule_verdict
-from recompute.runs import SIGNIFICANT, TUNING_SEED, factor, facts, optim, sign_test, without_sam
+from recompute.runs import SIGNIFICANT, factor, facts, optim, sign_test, without_sam
 from recompute.untestable import why_untestable
 
 GATE, NOISY_GATE = 2.0, 5.0
