@@ -44,5 +44,5 @@ RULES = (
     f"before Holm's correction) if the excess has a standard deviation of {SPREAD:g}, as SAM on 1/8 had in the earlier "
     "runs.",
     "Known when the plan was registered: the earlier runs, Table 5's, the perceptron's without a part, and of Table 1 "
-    "SGD with twice the epochs.",
+    "the runs without SAM and those that choose rho.",
 )
