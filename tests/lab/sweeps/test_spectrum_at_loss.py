@@ -75,7 +75,7 @@ def run(tmp_path_factory):
 def evaluated(run, epoch):
     """Return a model in float64, all training images as they are, and their mean loss."""
     trained = load_trained(run, epoch=epoch)
-    batches = trained.training_batches()
+    batches = trained.batches(trained.dataset.train)
     inputs, labels = (torch.cat(part) for part in zip(*batches, strict=True))
     network = trained.network.double()
     with torch.no_grad():

@@ -62,7 +62,7 @@ class SpectrumAtLoss(Measurement):
 
     def measure(self, trained: TrainedModel, target: Path) -> Measured:
         """Evaluate the saved weights in order, as far as needed, and measure the Hessian where a limit is passed."""
-        data = trained.training_batches(self.num_examples)
+        data = trained.batches(trained.dataset.train, self.num_examples)
         every = trained.experiment.keep_every or 1
         losses: list[float] = []
 
