@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from recompute.page import NUMBER
-from recompute.runs import TUNING_SEED, factor, optim
+from recompute.runs import DEFAULT_MODEL, TUNING_SEED, factor, optim, variants
 
 DEFAULTS = {
     "batch_size": 128,
@@ -34,6 +34,9 @@ def check_settings(item):
     """Check each setting against the specs of the item's runs, or of its registered plan."""
     block = item.section.block("Hyperparameters and where they come from")
     specs = _specs(item)
+    if not specs:  # neither a plan nor a run: there is nothing to compare with
+        item.tally.skip(f"{item.name}, hyperparameters", " ".join(row[1] for row in block.rows), "text")
+        return
     for name, value, source, note in block.rows:
         where = f"{item.name}, hyperparameters, {name}"
         count = max(1, len(NUMBER.findall(value)))
@@ -52,7 +55,9 @@ def check_settings(item):
 
 def _specs(item):
     if item.has_plan:
-        return [g["spec"] for g in item.study.plan["items"][item.name]["groups"].values()]
+        groups = item.study.plan["items"][item.name]["groups"]
+        # Of a grid the candidates are in the table of choices.
+        return [s for name, g in groups.items() for s in ([g["spec"]] if name.endswith("choosing") else variants(g))]
     runs = [item.study.runs[name] for name in item.section.runs]
     return [r["spec"] for r in ([r for r in runs if r["seed"] != TUNING_SEED] or runs)]
 
@@ -75,9 +80,8 @@ def _values(item, name, specs):
         return dict.fromkeys(s.get(part, {}).get(key, DEFAULTS.get(key)) for s in specs)
 
     if name == "model":
-        return dict.fromkeys(
-            s["model"]["name"] + ", without batch norm" * (s["model"].get("norm") == "none") for s in specs
-        )
+        models = [{"name": DEFAULT_MODEL, **s.get("model", {})} for s in specs]
+        return dict.fromkeys(m["name"] + ", without batch norm" * (m.get("norm") == "none") for m in models)
     if name == "training images":
         sizes = ((s["data"].get("train_size"), s["data"]["name"]) for s in specs)
         return dict.fromkeys(f"{'all' if n is None else f'{n:,}'} of {data}" for n, data in sizes)
@@ -91,9 +95,11 @@ def _values(item, name, specs):
         "learning rate": ("optim", "lr"),
     }
     simple |= {"learning-rate schedule": ("optim", "schedule"), "weight decay": ("optim", "weight_decay")}
-    simple |= {"gradient clipping": ("optim", "clip_norm"), "loss to stop at": ("", "stop_loss")}
+    simple |= {"gradient clipping": ("optim", "clip_norm"), "loss to stop at": ("", "target_loss")}
     if name == "loss to stop at":
-        return dict.fromkeys(f"{s['stop_loss']:g}" for s in specs)
+        return dict.fromkeys(f"{s['target_loss']:g}" for s in specs)
+    if name == "dropout":
+        return [f"{v:g}" for v in dict.fromkeys(s["model"].get("dropout", 0.0) for s in specs)]
     if name in simple:
         return [v if isinstance(v, str) else f"{v:g}" for v in every(*simple[name])]
     rhos = [s.get("optim", {}) for s in specs]
@@ -119,14 +125,11 @@ def _values(item, name, specs):
         return [n.rpartition("rho=")[2] for n in names if n.startswith(f"{item.name}/{match[1]}, rho=")] or None
     if name == "m":
         return dict.fromkeys(str(o.get("m") or DEFAULTS["batch_size"]) for o in rhos if o.get("rho"))
-    if name == "rho of the measure":
-        found = {
-            f["rho"]
-            for n in item.section.runs
-            for k, f in item.study.runs[n]["measured"].items()
-            if k.startswith("sharp")
-        }
-        return [f"{rho:g}" for rho in found]
+    if match := re.fullmatch(r"rho of the measure, m = (\w+)", name):
+        runs = [r for r in item.study.runs.values() if r["spec"]["name"].startswith(f"{item.name}/")]
+        m = specs[0]["data"]["train_size"] if match[1] == "n" else int(match[1])
+        measured = [f for r in runs for k, f in r.get("measured", {}).items() if k.startswith("sharpness")]
+        return [f"{rho:g}" for rho in {f["rho"] for f in measured if f["m"] == m}] or None
     if name == "delta":
         return [
             f"{d:g}"
