@@ -68,13 +68,18 @@ def costs(known):
         if record.state == "finished" and not record.experiment.data.bootstrap:  # which trains two models
             job = Job(experiment=replace(record.experiment, epochs=int(record.metrics["epoch"])))
             speeds.setdefault(record.experiment.model.name, []).append(record.time_seconds / training_flops([job]))
+    every = [speed for of_model in speeds.values() for speed in of_model]  # for a model that has not run yet
     rows = []
     for name, item in ITEMS.items():
         jobs = list(planned_jobs(item, "laptop").values())
         by_model = {}
         for job in jobs:
             by_model.setdefault(job.experiment.model.name, []).append(job)
-        hours = sum(training_flops(group) * median(speeds[model]) for model, group in by_model.items()) / 2 / 3600
+        hours = (
+            sum(training_flops(group) * median(speeds.get(model, every)) for model, group in by_model.items())
+            / 2
+            / 3600
+        )
         rows.append((f"`{name}`", item.source, num_models(jobs), f"{cost(jobs) / 1e6:.1f} million", f"{hours:.1f}"))
     return grid(("item", "where", "models", "images forward and backward", "hours of two cores"), rows)
 

@@ -13,7 +13,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from recompute.figures import check_figures, check_predictive, front, reductions, zoo
+from recompute.figures import check_figures, front, reductions
 from recompute.items import Item
 from recompute.overview import check_answer, check_overview, read_overview
 from recompute.page import NUMBER, Tally, read_page
@@ -21,6 +21,7 @@ from recompute.rule import TABLE, check_rule_table, outcomes
 from recompute.runs import Study, detectable, factor, facts, first_runs, optim
 from recompute.settings import check_settings
 from recompute.verdicts import check_verdicts, gate
+from recompute.zoo import COUNTED, check_counts, check_predictive
 from scipy import stats
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -167,7 +168,7 @@ def check_computed_columns(item):
                     widths = [facts(r, "noise")[scale]["half_width"] for r in runs]
                     item.tally.number("noise", where, cell, sum(widths) / len(widths), 2)
         elif block.caption == "Predictive power of m-sharpness":
-            check_predictive(item)
+            check_predictive(item, block)
         for caption, _, printed, text, at in ((c, n, p, t, w) for c, n, p, t, w in item.relative if c == block.caption):
             _to_sam(item, caption, _, printed, text, at)
 
@@ -264,11 +265,8 @@ def check_notes(item, items):
         elif match := re.match(r"(\d+) runs more than the plan's first grids", line):
             first = len({s for g in plan["groups"].values() for s in first_runs(g)})
             item.tally.same("counts", where, int(match[1]), item.study.asked(item.planned)[0] - first)
-        elif match := re.match(r"(\d+) models of (\d+) are counted; (\d+) did not come to the loss of ([\d.]+)", line):
-            models, total = zoo(item.study, item.name)
-            item.tally.same(
-                "counts", where, [int(match[i]) for i in (1, 2, 3)], [len(models), total, total - len(models)], 3
-            )
+        elif COUNTED.match(line):
+            check_counts(item, line)
         elif match := re.match(r"In (\d+) of (\d+) spectra the largest eigenvalues had not converged", line):
             item.tally.same("counts", where, [int(n) for n in match.groups()], unconverged(item), 2)
         elif match := re.match(r"Not counted: (.+?)\. (.+)\.$", line):

@@ -1,120 +1,11 @@
-"""The numbers of a page's figures, and the two figures that are computed of many runs. Imports nothing of flatmin."""
+"""The numbers of a page's figures. Imports nothing of flatmin."""
 
-import itertools
 import re
-from dataclasses import dataclass
-from functools import cache
 
-import numpy as np
 from recompute.page import NUMBER, interval
 from recompute.rule import rule_points
-from recompute.runs import at_loss, cosines, curve, factor, facts, limits, optim, percent
-from scipy import stats
-
-NUM_SHUFFLES, NUM_SWAPS = 200, 199
-HYPERPARAMETERS = ("width", "depth", "lr", "batch", "decay")
-
-
-@dataclass(eq=False)
-class Score:
-    """How well one m-sharpness predicts the generalization gap."""
-
-    values: list[float]
-    gaps: list[float]
-    grid: list[tuple[float, ...]]
-    score: float
-    null: tuple[float, float]
-    tau: float
-
-
-def information(measure, gap, cell):
-    """Return I(V_mu; V_g | U) / H(V_g | U) over all ordered pairs of models; every value of U weighs the same.
-
-    V says whether the measure, or the gap, of the first model is larger; ``cell`` numbers the values of U.
-    """
-    kinds = 2 * (gap[:, None] > gap) + (measure[:, None] > measure)
-    counts = np.zeros((cell.max() + 1, 4))
-    np.add.at(counts, (cell, kinds), 1)
-    shares = counts / counts.sum(axis=1, keepdims=True)
-    of_gap, of_measure = shares @ [[1, 0], [1, 0], [0, 1], [0, 1]], shares @ [[1, 0], [0, 1], [1, 0], [0, 1]]
-    entropy = [-(s * np.log2(np.where(s > 0, s, 1))).sum(axis=1).mean() for s in (of_gap, of_measure, shares)]
-    return (entropy[0] + entropy[1] - entropy[2]) / entropy[0]
-
-
-def score_of(values, gaps, grid):
-    """Return the smallest information given two hyperparameters."""
-    measure, gap = np.array(values, float), np.array(gaps, float)
-    return min(information(measure, gap, cell) for cell in _cells(tuple(grid)))
-
-
-@cache
-def _cells(grid):
-    """Return for every two hyperparameters the number of the values that each ordered pair of models has."""
-    cells = []
-    for pair in itertools.combinations(range(len(grid[0])), 2):
-        _, label = np.unique([[h[i] for i in pair] for h in grid], axis=0, return_inverse=True)
-        label = label.reshape(-1)
-        cells.append(label[:, None] * (label.max() + 1) + label)
-    return cells
-
-
-def zoo(study, item):
-    """Return the models that count, by their hyperparameters: those that reached the loss at which all are stopped."""
-    named = {
-        r["spec"]["name"].partition("/")[2]: r for r in study.runs.values() if r["spec"]["name"].startswith(f"{item}/")
-    }
-    grid = {tuple(float(x) for x in re.findall(r"[\d.]+(?:e-\d+)?", name)): run for name, run in named.items()}
-    grid = dict(sorted(grid.items()))
-    return {h: r for h, r in grid.items() if r["metrics"]["train_loss"] <= r["spec"]["stop_loss"]}, len(grid)
-
-
-def gap_of(run):
-    """Return the generalization gap in points."""
-    return 100 * (run["metrics"]["test_error"] - run["metrics"]["train_error"])
-
-
-@cache
-def scores(study, item):
-    """Return the scores by m; None is the whole training set."""
-    models, _ = zoo(study, item)
-    size = next(iter(models.values()))["spec"]["data"]["train_size"]
-    measured = {f["m"] for r in models.values() for n, f in r["measured"].items() if n.startswith("sharpness")}
-    gaps, grid = [gap_of(r) for r in models.values()], list(models)
-    found = {}
-    for m in (*sorted(measured - {size}), size):
-        values = [facts(r, "sharpness", m=m)["m_sharpness"] for r in models.values()]
-        rng, measure, gap = np.random.default_rng(0), np.array(values), np.array(gaps)
-        sets = _cells(tuple(grid))
-        shuffles = [rng.permutation(measure) for _ in range(NUM_SHUFFLES)]
-        null = [min(information(shuffled, gap, s) for s in sets) for shuffled in shuffles]
-        low, high = np.quantile(null, [0.025, 0.975])
-        tau = float(stats.kendalltau(values, gaps).statistic)
-        found[None if m == size else m] = Score(values, gaps, grid, score_of(values, gaps, grid), (low, high), tau)
-    return found
-
-
-def swap_test(one, two):
-    """Return the p-value that two measures predict equally well: their ranks are swapped at random, model by model."""
-    ranks = np.stack([stats.rankdata(one.values), stats.rankdata(two.values)])
-    rng = np.random.default_rng(0)
-
-    def difference(pair):
-        return score_of(pair[0], one.gaps, one.grid) - score_of(pair[1], one.gaps, one.grid)
-
-    observed = abs(difference(ranks))
-    pairs = [np.where(rng.random(len(one.gaps)) < 0.5, ranks, ranks[::-1]) for _ in range(NUM_SWAPS)]
-    return (1 + sum(abs(difference(pair)) >= observed - 1e-12 for pair in pairs)) / (1 + NUM_SWAPS)
-
-
-def check_predictive(item):
-    """Check scores, the range of a shuffled measure, and Kendall's tau."""
-    block = item.section.block("Predictive power of m-sharpness")
-    for m, score, shuffled, tau in block.rows:
-        where, found = f"{item.name}, m = {m}", scores(item.study, item.name)[None if m == "n" else int(m)]
-        item.tally.number("score", where, score.split(" (")[0], found.score, 4)
-        for printed, value in zip(shuffled.split(" to "), found.null, strict=True):
-            item.tally.number("score of a shuffled measure", where, printed, value)
-        item.tally.number("Kendall's tau", where, tau, found.tau)
+from recompute.runs import TUNING_SEED, at_loss, cosines, curve, factor, limits, optim, percent
+from recompute.zoo import points as zoo_points
 
 
 def check_figures(item, items):
@@ -146,7 +37,7 @@ def _check_figure(item, items, block):
         if series == "claimed by the paper":
             item.tally.papers += len(NUMBER.findall(y))
             continue
-        seen.append((series, *point) if "m-sharpness and gen" in block.caption else (series, _number(x)))
+        seen.append((series, *point) if block.caption.startswith("Each setting: m-sharpness") else (series, _number(x)))
         found = expected[seen[-1]]
         at, values, *name = found if isinstance(found, tuple) else (_number(x), found)
         item.tally.number("figure: x", where, x, at, 6)
@@ -201,22 +92,22 @@ def _points(item, items, block):
         )
     elif title.startswith("Error over cost: "):
         yield from _over_cost(item, title.removeprefix("Error over cost: "))
-    elif title.startswith("Predictive power"):
-        found = scores(item.study, item.name)
-        size = float(next(iter(zoo(item.study, item.name)[0].values()))["spec"]["data"]["train_size"])
-        for m, score in found.items():
-            numbers = (
-                ("m-sharpness", score.score),
-                ("shuffled, 97.5 %", score.null[1]),
-                ("shuffled, 2.5 %", score.null[0]),
-            )
-            yield from (((series, float(m or size)), [value]) for series, value in numbers)
-    elif title.startswith("Each model: m-sharpness"):
-        found = scores(item.study, item.name)
-        for m in (min(k for k in found if k), None):
-            for h, value, gap in zip(found[m].grid, found[m].values, found[m].gaps, strict=True):
-                said = zip(("width", "depth", "learning rate", "batch size", "weight decay"), h, strict=True)
-                yield (f"m = {m or 'n'}", ", ".join(f"{n} {v:g}" for n, v in said)), (value, [gap])
+    elif title.startswith(("Predictive power", "Each setting: m-sharpness")):
+        yield from zoo_points(item, title)
+    elif title == "Test error with micro-batches of m":
+        for run in runs:
+            item.tally.same("runs", f"{item.name}, {title}", run["seed"] != TUNING_SEED, True)
+        name = lambda r: "SAM, one eps for every m" if optim(r, "rho") else "SGD by micro-batches of m"  # noqa: E731
+        for (series, m), found in _grouped(runs, name, lambda r: {_m(r): 100 * r["metrics"]["test_error"]}).items():
+            yield (series, float(m)), found
+    elif title.startswith("Validation error over rho"):
+        for run in runs:
+            rho = round(factor(optim(run, "rho")), 9)
+            yield (f"m = {_m(run)}", rho), [100 * run["metrics"]["valid_error"]]
+
+
+def _m(run):
+    return optim(run, "m") or run["spec"]["data"].get("batch_size", 128)
 
 
 def _grouped(runs, name, read):

@@ -40,11 +40,13 @@ from recompute.settings import setting_text
 CHECKED_LATER = ("", "method", "condition", "model", "augmentation", "dataset", "problem", "in code", "perturbation")
 CHECKED_LATER += ("training", "training loss", "noise", "m", "rho", "ascent steps", "noisy labels", "setting", "passes")
 CHECKED_LATER += ("learning rate", "best factor", "share of the tuned gain that the suggestion keeps")
-CHECKED_LATER += ("share of SAM's gain", "of a shuffled measure (95 %)", "Kendall's tau")
+CHECKED_LATER += ("share of SAM's gain", "Kendall's tau", "Kendall's tau, adjusted", "score", "score, adjusted")
 """Columns of labels, which runs are compared with, and of numbers that are computed of others."""
 TABLES_CHECKED_LATER = ("The bound on the error", "The condition: what Gaussian noise adds", "How model, learning rate")
 AUGMENTED = {"none": "without augmentation", "basic": "basic augmentation"}
 EDGE = "rho at the edge of its grid"
+BY_M = " by micro-batches of m: "
+"""In the captions of tables of SGD and SAM by m."""
 KEPT = 0.9
 """The share of SAM's gain that a cheap method has to keep."""
 
@@ -90,16 +92,17 @@ class Item:
         names = RUN.findall(text)
         self.tally.same("label", where, label, ", ".join([*labels, column]), 0)
         runs = [self.study.runs[name] for name in names]
-        methods = 2 if column == "method - SAM" else 1
+        methods = 2 if column in ("method - SAM", "SAM - SGD") else 1
         self.tally.same("n", where, int(match[2]), len(set(names)) // methods)
-        if block.caption == "Predictive power of m-sharpness":
-            return  # one number of many runs
         read = quantity(f"{block.caption} | {', '.join(labels)} | {column}")
         if read is None:
             self.tally.not_checked.append(("a quantity that this script does not know", where, 2 + len(names)))
             return
         if column == "method - SAM":
             self.relative.append((block.caption, labels[0], match[1], text, where))  # SAM's row comes later
+            return
+        if column == "SAM - SGD":
+            self._gain(block, labels, match, text, read, where)
             return
         values = [read(run) for run in runs]
         entry = Entry(block.caption, list(labels), column, label, runs, [n for n in (match[3] or "").split("; ") if n])
@@ -115,6 +118,22 @@ class Item:
                 self.tally.same("n", where, int(available[1]), len(runs))
             elif note != EDGE and block.caption != rule.TABLE:  # where it is the baseline's name
                 self.tally.skip(where, note, "a note")
+
+    def _gain(self, block, labels, match, text, read, where):
+        """Check the difference between SAM and SGD by the same micro-batches, seed by seed."""
+        found = self.change(block.caption, labels[0], read)
+        self.tally.interval("difference", where, match[1], list(found.values()))
+        values = text.partition(";")[0]
+        for one, value in zip(values.removesuffix(" %").split(", "), found.values(), strict=True):
+            self.tally.number("value of a pair", where, one, value, None if values.endswith(" %") else 4)
+
+    def change(self, caption, row, read):
+        """Return SAM minus SGD by seed, in a row of a table by m."""
+        sgd, sam = (
+            next(e for e in self.entries if (e.caption, e.row[0], e.column) == (caption, row, name)).values(read)
+            for name in ("SGD", "SAM")
+        )
+        return {seed: sam[seed] - sgd[seed] for seed in sorted(sgd.keys() & sam.keys())}
 
     def _belong(self, entry, first, where):
         """Check that a number has all stored replicas of one setting, and that the setting is what its label says."""
@@ -158,6 +177,8 @@ class Item:
         for block in self.section.blocks:
             cells = [(row, match) for row in block.rows for cell in row if (match := COMPARED.fullmatch(cell))]
             traced = [(label, text) for label, text in block.traced if " from " not in text]
+            if BY_M in block.caption:  # where it is not a comparison
+                traced = [(label, text) for label, text in traced if not label.endswith(", SAM - SGD")]
             if "method - SAM" in block.header or not cells:
                 continue
             for (row, match), (label, text) in zip(cells, traced, strict=True):
@@ -178,6 +199,9 @@ class Item:
         if block.caption.startswith("Comparisons: "):
             metric = next(m for m in METRICS if m in block.caption)
             return next(c for c in known if (c.condition, c.metric) == (row[0], metric))
+        if BY_M in block.caption:
+            what = block.caption.partition(BY_M)[2].partition(" (")[0]
+            return next(c for c in known if c.metric == f"SAM's change of the {what}")
         if found := [c for c in known if c.metric == "test error" or c.metric.startswith(row[0])]:
             return found[0]
         one, two = (next(e for e in self.entries if e.row == [row[0]] and e.column == name) for name in names)
@@ -270,7 +294,8 @@ class Item:
             condition, a, metric, b, ours = CLAIM.fullmatch(claim).groups()
             yield Comparison((a, b), condition=condition, metric=metric)
         else:
-            for match in AGAINST.finditer(evidence):
+            ours, said = claim.endswith(" (ours)"), evidence[evidence.find("SAM's change of the ") :]
+            for match in AGAINST.finditer(said if "SAM's change of the " in evidence else evidence):
                 yield self._samples(claim, match[1].strip(), match[3], match[5])
             for match in PARTIAL.finditer(evidence):
                 found = self._samples(claim, match[1].strip(), match[3], match[5])
@@ -279,7 +304,7 @@ class Item:
             for match in UNTESTABLE.finditer(evidence):
                 yield Comparison(("", ""), metric=match[1].strip(), untestable=match[2])
             for match in NO_PAIR.finditer(evidence):
-                yield Comparison((match[2], match[3]), metric=match[1].strip())
+                yield Comparison((match[2], match[3]), metric=match[1].strip(), ours=ours)
 
     def entry(self, condition, method):
         """Return the runs of a method in a condition: methods may be in columns or in rows."""
@@ -311,6 +336,12 @@ class Item:
             many, few = (self._rows(steps, match[3], "test error")[0] for steps in match.groups()[:2])
             samples = [gains(few.runs, many.runs, name) for name in (a, b)]
             return Comparison((a, b), *samples, metric=what)
+        if match := re.fullmatch(r"SAM's change of the (.+)", what):
+            caption = f"SGD and SAM{BY_M}{match[1]}"
+            read, ours = quantity(f" |  | {match[1]}"), claim.endswith(" (ours)")
+            rows = [e for e in self.entries if e.caption.startswith(caption) and e.row[0] in (a, b)]
+            samples = [self.change(rows[0].caption, name, read) for name in (a, b)]
+            return Comparison((a, b), *samples, [r for e in rows for r in e.runs], metric=what, ours=ours)
         if what.startswith("error reduction over "):
             by_seed = self.reductions_by_seed(re.search(r" conditions with (.+), % of", what)[1])
             return Comparison((a, b), dict.fromkeys(by_seed, 0.0), by_seed, metric=what)

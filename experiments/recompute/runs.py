@@ -17,6 +17,8 @@ TUNING_SEED = 1000
 MOST_GROWTH = 3
 """How often a grid may grow."""
 SIGNIFICANT = 0.05
+DEFAULT_MODEL = "wrn-16-2"
+"""Which specs leave out."""
 
 
 @dataclass
@@ -41,7 +43,7 @@ class Study:
         lines = (directory / "runs.jsonl").read_text().splitlines()
         self.runs = {run["name"]: run for run in map(json.loads, lines)}
         for run in self.runs.values():  # what a spec leaves out
-            run["spec"] = {"model": {"name": "wrn-16-2"}, "optim": {}, **run["spec"]}
+            run["spec"] = {"optim": {}, **run["spec"], "model": {"name": DEFAULT_MODEL, **run["spec"].get("model", {})}}
         self.environments = json.loads((directory / "environments.json").read_text())
         self.about = json.loads((directory / "study.json").read_text())
         plan = directory / "plan.json"
@@ -76,12 +78,12 @@ class Study:
         takes what the grid chose; it has no runs before.
         """
         groups = self._with_chosen_rates(self.plan["items"].get(item, {"groups": {}})["groups"])
-        grids = {name.removesuffix(", choosing"): self._grid(g) for name, g in groups.items() if g["varies"]}
+        chooses = {name: name.removesuffix(", choosing").replace("Bootstrap + ", "") for name in groups}
+        grids = {chooses[name]: self._grid(g) for name, g in groups.items() if name.endswith(", choosing")}
         planned = {}
         for name, group in groups.items():
             # Bootstrapped methods have the settings of those they follow.
-            chooses = name.removesuffix(", choosing").replace("Bootstrap + ", "")
-            specs, chosen = grids.get(chooses, ([group["spec"]], group["spec"]))
+            specs, chosen = grids.get(chooses[name], (variants(group), group["spec"]))
             chosen = None if group.get("waits") else chosen
             if group["varies"]:
                 runs = [
@@ -91,7 +93,7 @@ class Study:
                     if seed in self.replicas(spec)
                 ]
                 wanted = {(key(spec), seed) for spec in specs for seed in group["seeds"]}
-                planned[name] = Group(runs, len(specs), specs, chosen, wanted)
+                planned[name] = Group(runs, len(wanted), specs, chosen, wanted)
             else:
                 spec = None
                 if chosen is not None:
@@ -130,7 +132,7 @@ class Study:
         """
         setting = next(iter(group["varies"][0]))
         grows = setting in ("optim.rho", "optim.lr")
-        specs = {tuple(v.values()): with_settings(group["spec"], v) for v in group["varies"]}
+        specs = dict(zip((tuple(v.values()) for v in group["varies"]), variants(group), strict=True))
         for growth in range(1 + MOST_GROWTH):
             names = {values: self.replicas(spec).get(TUNING_SEED) for values, spec in specs.items()}
             if None in names.values():
@@ -146,10 +148,15 @@ class Study:
         return list(specs.values()), specs[best]
 
 
+def variants(group):
+    """Return the specs of a group of a registered plan: one for each of its settings that vary."""
+    return [with_settings(group["spec"], values) for values in group["varies"] or [{}]]
+
+
 def key(spec):
     """Return a spec as text without its name, its seed, and parts that are empty."""
     tree = {
-        k: {n: v for n, v in part.items() if n != "seed"} if isinstance(part, dict) else part
+        k: {n: v for n, v in part.items() if n != "seed" and v != DEFAULT_MODEL} if isinstance(part, dict) else part
         for k, part in spec.items()
     }
     return json.dumps({k: part for k, part in tree.items() if k != "name" and part != {}}, sort_keys=True)

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from recompute.page import NUMBER
-from recompute.runs import TUNING_SEED, factor, optim
+from recompute.runs import DEFAULT_MODEL, TUNING_SEED, factor, optim, variants
 
 DEFAULTS = {
     "batch_size": 128,
@@ -59,8 +59,11 @@ def check_settings(item):
 def _specs(item):
     if item.has_plan:
         groups = {name: g for name, g in item.planned.items() if not name.endswith(", choosing")}
-        chosen = [g.chosen for g in groups.values() if g.chosen is not None]
         plan = item.study.plan["items"][item.name]["groups"]
+        chosen = [
+            s for name, g in groups.items() for s in (variants(plan[name]) if plan[name]["varies"] else [g.chosen])
+        ]
+        chosen = [spec for spec in chosen if spec is not None]
         return chosen or [plan[name]["spec"] for name in groups if name.endswith(", SGD")]
     runs = [item.study.runs[name] for name in item.section.runs]
     return [r["spec"] for r in ([r for r in runs if r["seed"] != TUNING_SEED] or runs)]
@@ -84,9 +87,8 @@ def _values(item, name, specs):
         return dict.fromkeys(s.get(part, {}).get(key, DEFAULTS.get(key)) for s in specs)
 
     if name == "model":
-        return dict.fromkeys(
-            s["model"]["name"] + ", without batch norm" * (s["model"].get("norm") == "none") for s in specs
-        )
+        models = [{"name": DEFAULT_MODEL, **s.get("model", {})} for s in specs]
+        return dict.fromkeys(m["name"] + ", without batch norm" * (m.get("norm") == "none") for m in models)
     if name == "training images":
         sizes = ((s["data"].get("train_size"), s["data"].get("name", "digits")) for s in specs)
         return dict.fromkeys(f"{'all' if n is None else f'{n:,}'} of {data}" for n, data in sizes)
@@ -100,9 +102,11 @@ def _values(item, name, specs):
         "learning rate": ("optim", "lr"),
     }
     simple |= {"learning-rate schedule": ("optim", "schedule"), "weight decay": ("optim", "weight_decay")}
-    simple |= {"gradient clipping": ("optim", "clip_norm"), "loss to stop at": ("", "stop_loss")}
+    simple |= {"gradient clipping": ("optim", "clip_norm"), "loss to stop at": ("", "target_loss")}
     if name == "loss to stop at":
-        return dict.fromkeys(f"{s['stop_loss']:g}" for s in specs)
+        return dict.fromkeys(f"{s['target_loss']:g}" for s in specs)
+    if name == "dropout":
+        return [f"{v:g}" for v in dict.fromkeys(s["model"].get("dropout", 0.0) for s in specs)]
     if name in simple:
         return [v if isinstance(v, str) else f"{v:g}" for v in every(*simple[name])]
     rhos = [s.get("optim", {}) for s in specs]
@@ -130,14 +134,11 @@ def _values(item, name, specs):
         return [n.rpartition("rho=")[2] for n in names if n.startswith(f"{item.name}/{match[1]}, rho=")] or None
     if name == "m":
         return dict.fromkeys(str(o.get("m") or DEFAULTS["batch_size"]) for o in rhos if o.get("rho"))
-    if name == "rho of the measure":
-        found = {
-            f["rho"]
-            for n in item.section.runs
-            for k, f in item.study.runs[n]["measured"].items()
-            if k.startswith("sharp")
-        }
-        return [f"{rho:g}" for rho in found]
+    if match := re.fullmatch(r"rho of the measure, m = (\w+)", name):
+        runs = [r for r in item.study.runs.values() if r["spec"]["name"].startswith(f"{item.name}/")]
+        m = specs[0]["data"]["train_size"] if match[1] == "n" else int(match[1])
+        measured = [f for r in runs for k, f in r.get("measured", {}).items() if k.startswith("sharpness")]
+        return [f"{rho:g}" for rho in {f["rho"] for f in measured if f["m"] == m}] or None
     if name == "delta":
         return [
             f"{d:g}"

@@ -4,11 +4,12 @@ import math
 import re
 
 from recompute.comparisons import AGAINST, CLAIM, NO_PAIR, OVER_PAIRS, P_VALUE, PARTIAL, UNTESTABLE
-from recompute.figures import reductions, scores, swap_test
+from recompute.figures import reductions
 from recompute.page import interval
 from recompute.rule import check_rule_verdict
 from recompute.runs import SIGNIFICANT, factor, facts, optim, sign_test, without_sam
 from recompute.untestable import why_untestable
+from recompute.zoo import check_verdict
 
 GATE, NOISY_GATE = 2.0, 5.0
 """The largest training error, in %, with which a baseline counts; the second with noisy labels, as given."""
@@ -42,8 +43,14 @@ def _expected(item, items, claim, evidence, compared, where):
         return _bounds(item, evidence, where)
     if "noise lowers the test error" in evidence:
         return _noise(item, evidence, where)
-    if re.match(r"score [\d.]+ for m", evidence):
-        return _predictive(item, evidence, where)
+    if re.search(r"score [\d.]+ for m = \d+ and", evidence):
+        return check_verdict(item, claim, evidence, where), ""
+    if match := re.match(r"(\d+) models of the zoo are missing", evidence):
+        absent = sum(group.asked - len(group.runs) for group in item.planned.values())
+        item.tally.same("missing runs", where, int(match[1]), absent if item.has_plan else int(match[1]))
+        return "not tested", ""
+    if "SAM's change of the " in evidence and compared[0].seeds:
+        return _change(item, evidence, compared[0], where)
     if not compared:
         return "not tested", evidence
     for c in compared:
@@ -290,21 +297,30 @@ def _noise(item, evidence, where):
     return "not reproduced" if falls else "reproduced" if lowest >= -NO_FALL else "inconclusive", ""
 
 
-def _predictive(item, evidence, where):
-    found = scores(item.study, item.name)
-    smallest, models = min(m for m in found if m), len(found[None].gaps)
-    match = re.match(
-        rf"score ([\d.]+) for m = {smallest} and ([\d.]+) for m = n; (\d+) models, p = (\d+(?:\.\d+)?)", evidence
-    )
-    small, whole = found[smallest], found[None]
-    item.tally.number("score", where, match[1], small.score)
-    item.tally.number("score", where, match[2], whole.score)
-    item.tally.same("n", where, int(match[3]), models)
-    p = swap_test(small, whole)
-    item.tally.number("p", where, match[4], p, 2)
-    status = "inconclusive" if p >= SIGNIFICANT else "reproduced" if small.score > whole.score else "not reproduced"
-    fails = small.score <= small.null[1] or small.tau < 0
-    return "not reproduced" if status == "reproduced" and fails else status, evidence.replace(match[0], "")
+def _change(item, evidence, compared, where):
+    """Check a difference of differences, and its gate: both baselines fit, and both grids hold the chosen rho."""
+    begin = evidence.index("SAM's change of the ")
+    rest = _sentences(item, evidence[begin:], [compared], where)
+    expected = []
+    for m in compared.names:
+        sgd, sam = (
+            next(r for r in compared.runs if f"m = {_size(r)}" == m and bool(optim(r, "rho")) == uses)
+            for uses in (False, True)
+        )
+        replicas = [r for r in compared.runs if f"m = {_size(r)}" == m and not optim(r, "rho")]
+        error = 100 * sum(r["metrics"]["train_error"] for r in replicas) / len(replicas)
+        if error > GATE:
+            expected.append(f"SGD, {m} ends with a training error of {error:.1f} %, above {GATE:g} %")
+        condition = f"{sgd['spec']['model']['name']}, {sgd['spec']['data']['name']}"
+        if edge := _edge(item, condition, f"SAM, {m}", sam):
+            expected.append(f"SAM, {m}'s {edge} is at the edge of its grid")
+    said = evidence[:begin].removeprefix("Not a test of the claim at this scale: ").removesuffix(". ")
+    item.tally.same("gate", where, said, "; ".join(expected), len(expected))
+    return "not tested at this scale" if expected else compared.status, rest
+
+
+def _size(run):
+    return optim(run, "m") or run["spec"]["data"].get("batch_size", 128)
 
 
 def _best_other_rho(item, compared, where):

@@ -6,6 +6,7 @@ import pytest
 from scipy.stats import kendalltau
 
 from flatmin.measures import predictive_power
+from flatmin.measures.predictive import predictive_scores
 
 GRID = list(itertools.product((0.1, 0.2), ("a", "b"), (1, 2, 3)))
 
@@ -139,3 +140,11 @@ def test_a_plot_shows_the_score():
 def test_hyperparameters_that_are_no_tuples_are_refused(hyperparameters):
     with pytest.raises(TypeError, match="one tuple of values for each model"):
         predictive_power([1.0, 2.0], [1.0, 2.0], hyperparameters)
+
+
+def test_many_measures_at_once_score_as_one_by_one_ties_included():
+    rng = np.random.default_rng(4)
+    measures = np.round(rng.normal(size=(130, 12)), 1)
+    gap = np.round(rng.normal(size=12), 1)
+    one_by_one = [predictive_power(row, gap, GRID, permutations=1).score for row in measures]
+    np.testing.assert_allclose(predictive_scores(measures, gap, GRID), one_by_one, rtol=0, atol=1e-12)

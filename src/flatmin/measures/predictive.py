@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Set = tuple[int, ...]
+MEASURES_AT_ONCE = 64
+"""Rows that are compared at once: memory."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def predictive_power(
     from scipy.stats import kendalltau  # imported when used: SciPy takes a second to import
 
     cells = _check(mu, g, hyperparameters, permutations)
-    per_set = {chosen: _information(mu, g, cell) for chosen, cell in cells.items()}
+    per_set = dict(zip(cells, _informations(mu[None], g, list(cells.values()))[:, 0].tolist(), strict=True))
     scored = [chosen for chosen in cells if len(chosen) == max(map(len, cells)) and not math.isnan(per_set[chosen])]
     if not scored:
         raise ValueError(
@@ -97,27 +99,60 @@ def predictive_power(
             "models for each pair of values (other hyperparameters, or seeds as one of them)."
         )
     rng = np.random.default_rng(seed)
-    shuffles = [rng.permutation(mu) for _ in range(permutations)]  # as the score, one measure for all sets
-    null = [min(_information(shuffled, g, cells[s]) for s in scored) for shuffled in shuffles]
+    shuffles = np.stack([rng.permutation(mu) for _ in range(permutations)])  # as the score, one measure for all sets
+    null = _informations(shuffles, g, [cells[s] for s in scored]).min(axis=0)
     low, high = np.quantile(null, [0.025, 0.975])
     tau = float(kendalltau(mu, g).statistic)
     return Score(min(per_set[s] for s in scored), float(low), float(high), tau, per_set, len(mu))
 
 
-def _information(mu: np.ndarray, g: np.ndarray, cell: np.ndarray) -> float:
-    """Return I(V_mu; V_g | U) / H(V_g | U) over all ordered pairs, with the cell of U for each pair."""
-    kind = 2 * (g[:, None] > g) + (mu[:, None] > mu)
-    num_cells = int(cell.max()) + 1
-    counts = np.bincount((4 * cell + kind).ravel(), minlength=4 * num_cells).reshape(num_cells, 2, 2)
-    joint = counts / counts.sum(axis=(1, 2), keepdims=True)
-    of_gap, of_measure = joint.sum(axis=2), joint.sum(axis=1)
-    entropy_gap = float(_entropy(of_gap).mean())
-    information = entropy_gap + float(_entropy(of_measure).mean() - _entropy(joint.reshape(num_cells, 4)).mean())
-    return information / entropy_gap if entropy_gap > 0 else math.nan
+def predictive_scores(
+    measures: np.ndarray, gap: Sequence[float], hyperparameters: Sequence[Sequence[Hashable]]
+) -> np.ndarray:
+    """Return the ``score`` of `predictive_power` of each row of ``measures``: many at once, for tests by resampling.
+
+    Example:
+        >>> grid = list(itertools.product((0, 1), (0, 1), (0, 1)))
+        >>> gap = [1.0, 2.0, 4.0, 3.0, 5.0, 6.0, 8.0, 7.0]
+        >>> predictive_scores(np.array([gap, [0.0] * 8]), gap, grid).round(6).tolist()
+        [1.0, 0.0]
+    """
+    rows, g = np.atleast_2d(np.asarray(measures, dtype=float)), np.asarray(gap, dtype=float)
+    cells = _check(rows[0], g, hyperparameters, permutations=1)
+    found = _informations(rows, g, [cell for chosen, cell in cells.items() if len(chosen) == max(map(len, cells))])
+    return np.asarray(found[~np.isnan(found[:, 0])].min(axis=0))
+
+
+def _informations(measures: np.ndarray, g: np.ndarray, cells: Sequence[np.ndarray]) -> np.ndarray:
+    """Return I(V_mu; V_g | U) / H(V_g | U) over all ordered pairs: a row for each U, a column for each measure.
+
+    ``cells`` has the cell of each pair, for each U.
+    """
+    from scipy.sparse import csr_array
+
+    larger_gap = (g[:, None] > g).ravel()
+    found = np.empty((len(cells), len(measures)))
+    counters = []
+    for cell in cells:
+        group = 2 * cell.ravel() + larger_gap  # a cell, and whether the gap is larger
+        shape = 2 * (int(cell.max()) + 1), len(group)
+        counters.append(csr_array((np.ones(len(group)), (group, np.arange(len(group)))), shape=shape))
+    for start in range(0, len(measures), MEASURES_AT_ONCE):
+        some = measures[start : start + MEASURES_AT_ONCE]
+        larger = (some[:, :, None] > some[:, None, :]).reshape(len(some), -1).T.astype(float)
+        for row, counter in zip(found, counters, strict=True):
+            ones = (counter @ larger).reshape(-1, 2, len(some))  # of each cell, by V_g: pairs of a larger measure
+            total = np.asarray(counter.sum(axis=1)).reshape(-1, 2, 1)
+            joint = np.stack([total - ones, ones], axis=2) / total.sum(axis=1)[:, None, None]  # cell, V_g, V_mu
+            of_gap, of_measure = joint.sum(axis=2), joint.sum(axis=1)
+            entropies = [_entropy(p).mean(axis=0) for p in (of_gap, of_measure, joint.reshape(len(joint), 4, -1))]
+            information = entropies[0] + entropies[1] - entropies[2]
+            row[start : start + len(some)] = information / entropies[0] if entropies[0][0] > 0 else math.nan
+    return found
 
 
 def _entropy(p: np.ndarray) -> np.ndarray:
-    """Return the entropy of each row, in bits."""
+    """Return the entropy over the second axis, in bits."""
     return np.asarray(-np.sum(p * np.log2(np.where(p > 0, p, 1.0)), axis=1))
 
 

@@ -109,6 +109,18 @@ def test_svhn_gets_its_policy_without_flip_and_crop():
     assert unmoved("cifar10") == 0
 
 
+def test_flip_mirrors_about_half_of_the_images_and_moves_none():
+    data = Data(augment="flip", batch_size=200)
+    images = load_dataset(data).train
+    batch = next(iter(a_pipeline(data).training(images, epoch=0)))
+    plain = next(iter(a_pipeline(replace(data, augment="none")).training(images, epoch=0)))
+    assert (batch.examples == plain.examples).all()
+    same = (batch.inputs == plain.inputs).flatten(1).all(1)
+    mirrored = (batch.inputs == plain.inputs.flip(-1)).flatten(1).all(1)
+    assert (same | mirrored).all()
+    assert 60 <= int((mirrored & ~same).sum()) <= 140
+
+
 def test_image_size_resizes_after_augmentation():
     data = Data(augment="basic", image_size=16, batch_size=32)
     batch = next(iter(a_pipeline(data).training(load_dataset(data).train, epoch=0)))

@@ -127,33 +127,6 @@ def errors_over_rho(best, at_best, slope=None):
 
 
 @pytest.mark.parametrize(
-    ("small", "large", "held"),
-    [(0.12, 0.2, "reproduced"), (0.2, 0.12, "not reproduced"), (0.2, 0.2, "inconclusive")],
-)
-def test_m_is_judged_at_the_rho_that_validation_chooses_for_each(small, large, held):
-    slope = {16: 0.0005} if small != large else {}
-    found = found_in("m-and-rho", errors_over_rho({16: 0.1, 128: 0.2}, {16: small, 128: large}, slope))
-    (verdict,) = found.verdicts
-    assert verdict.status == held
-    assert "n = 5" in verdict.evidence
-    rows = {row[0]: row for row in found.tables[0].rows}
-    assert {name: row[1] for name, row in rows.items()} == {"m = 16": "0.1", "m = 128": "0.2", "SGD": "0"}
-    assert rows["m = 128"][3].measured.mean == pytest.approx(100 * large)
-    assert rows["SGD"][3].measured.mean == pytest.approx(30.0)
-    assert [series.name for series in found.figures[0].series] == ["m = 16", "m = 128", "SGD"]
-    assert list(found.figures[0].series[0].x) == [0.05, 0.1, 0.2, 0.5]
-
-
-def test_no_rho_is_chosen_while_a_candidate_is_missing():
-    metrics = errors_over_rho({16: 0.1, 128: 0.1}, {16: 0.1, 128: 0.1})
-    found = found_in("m-and-rho", only(lambda job: (rho_of(job), job.seed) != (0.5, 4), metrics))
-    assert found.num_missing == 2
-    assert [row[1] for row in found.tables[0].rows][:2] == ["not chosen yet"] * 2
-    assert found.verdicts[0].status == "not tested"
-    assert len(found.figures[0].series[0].x) == 4  # what there is, is drawn
-
-
-@pytest.mark.parametrize(
     ("two", "sup", "noise", "held"),
     [
         (0.12, 0.15, 0.2, "reproduced"),

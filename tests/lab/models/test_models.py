@@ -101,6 +101,21 @@ def reference_model(name, num_classes=10, in_channels=3):
     return build_model(Model(name=name, design="reference"), num_classes=num_classes, in_channels=in_channels)
 
 
+def test_dropout_of_a_wide_resnet_is_before_its_last_layer_and_only_in_training():
+    torch.manual_seed(0)
+    network = build_model(Model(name="wrn-10-1", dropout=0.5), num_classes=10, in_channels=1)
+    torch.manual_seed(0)
+    without = build_model(Model(name="wrn-10-1"), num_classes=10, in_channels=1)
+    assert all(torch.equal(value, without.state_dict()[name]) for name, value in network.state_dict().items())
+    images, seen = torch.randn(4, 1, 8, 8), []
+    network.head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    assert torch.equal(network.eval()(images), without.eval()(images))
+    network.train()(images)
+    whole, dropped = seen
+    assert (whole == 0).float().mean() < 0.25
+    assert 0.4 < (dropped == 0).float().mean() < 0.75
+
+
 def test_the_reference_wide_resnet_has_no_weights_in_its_shortcuts():
     """Its parameters are the published ones without the three 1x1 convolutions: 16 x 160, 160 x 320, 320 x 640."""
     with torch.device("meta"):

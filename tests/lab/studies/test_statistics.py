@@ -16,6 +16,7 @@ from flatmin.lab.studies.statistics import (
     mean_and_interval,
     p_text,
     paired_p_value,
+    rank_residuals,
 )
 
 
@@ -252,3 +253,22 @@ def test_a_comparison_that_is_no_test_counts_in_the_family_and_nothing_waits_for
     assert (other.evidence == "b: not a test at this scale: a run never gets there.") == untestable
     both = family.judge("It holds.", [one, others[0]])
     assert both.status == other.status
+
+
+def test_what_is_left_of_ranks_is_what_least_squares_leaves():
+    rng = np.random.default_rng(0)
+    values, given = np.round(rng.normal(size=20), 1), np.round(rng.normal(size=20), 1)  # with ties
+    ranks, others = stats.rankdata(values), stats.rankdata(given)
+    design = np.stack([np.ones(20), others], axis=1)
+    expected = ranks - design @ np.linalg.lstsq(design, ranks, rcond=None)[0]
+    left = rank_residuals(values, given)
+    np.testing.assert_allclose(left, expected, atol=1e-8)
+    assert np.dot(left, others) == pytest.approx(0.0, abs=1e-6)
+    assert rank_residuals(np.exp(values), given) == left  # only the order counts
+
+
+def test_a_number_that_rises_or_falls_with_the_other_leaves_nothing_and_a_constant_takes_nothing():
+    x = [3.0, 1.0, 2.0, 5.0]
+    assert rank_residuals([v**3 for v in x], x) == [0.0] * 4
+    assert rank_residuals([-v for v in x], x) == [0.0] * 4
+    assert rank_residuals(x, [7.0] * 4) == [0.5, -1.5, -0.5, 1.5]

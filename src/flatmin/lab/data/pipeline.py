@@ -127,13 +127,14 @@ class Pipeline:
     def _augmented(self, images: Images, draw: Draw, others: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """Return augmented images and the other tensors on the device: all that goes there goes in one copy."""
         kind = self.data.augment
-        is_cut = kind in ("basic", "cutout") or (kind == "autoaugment" and self.info.policy != "svhn")
+        is_cut = kind in ("flip", "basic", "cutout") or (kind == "autoaugment" and self.info.policy != "svhn")
         is_masked = kind in ("cutout", "autoaugment")
+        padding = 0 if kind == "flip" else augment.PADDING
         pixels = images.fetch(draw, augment=True)
         size = pixels.shape[-2:]
         crops = centers = members = torch.empty(0, dtype=torch.int64)
         if is_cut:
-            crops = augment.draw_crops(draw)
+            crops = augment.draw_crops(draw, padding)
         if is_masked:
             centers = augment.draw_cutouts(draw, *size, shared=self.data.cutout_shared)
         if kind == "autoaugment":
@@ -142,7 +143,7 @@ class Pipeline:
             groups, members = draw_operations(draw, self.info.policy, size)
         pixels, crops, centers, members, *moved = copy_together([pixels, crops, centers, members, *others], self.device)
         if is_cut:
-            pixels = augment.flip_and_crop(pixels, crops)
+            pixels = augment.flip_and_crop(pixels, crops, padding)
         if kind == "autoaugment":
             pixels = auto_augment(pixels, groups, members)
         inputs = augment.normalize(pixels, self.mean, self.std)

@@ -9,7 +9,8 @@ from flatmin.lab.foret2021.figures.bound import BOUND
 from flatmin.lab.foret2021.figures.hessian import SPECTRA
 from flatmin.lab.foret2021.figures.inner_steps import INNER_STEPS
 from flatmin.lab.foret2021.figures.landscape import LANDSCAPE
-from flatmin.lab.foret2021.figures.over_rho import M_AND_RHO, P_NORM
+from flatmin.lab.foret2021.figures.m_and_rho import M_AND_RHO
+from flatmin.lab.foret2021.figures.p_norm import P_NORM
 from flatmin.lab.foret2021.figures.predictive import PREDICTIVE
 from flatmin.lab.foret2021.figures.second_order import SECOND_ORDER_TERMS
 from flatmin.lab.foret2021.tables.error_reduction import ERROR_REDUCTION

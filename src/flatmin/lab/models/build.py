@@ -62,7 +62,8 @@ def _fresh(model: Model, num_classes: int, in_channels: int) -> nn.Module:
     shape = {"num_classes": num_classes, "in_channels": in_channels}
     match name.family:
         case "wrn":
-            return WideResNet(name.depth, name.width, batch_norm=model.norm == "batch", reference=reference, **shape)
+            own: dict[str, Any] = {"batch_norm": model.norm == "batch", "reference": reference, **shape}
+            return WideResNet(name.depth, name.width, dropout=model.dropout, **own)
         case "resnet":
             shortcuts: dict[str, Shortcut] = {"": "identity", "projection": "projection", "noshort": "none"}
             return ResNetCifar(name.depth, shortcut=shortcuts[name.variant], **shape)

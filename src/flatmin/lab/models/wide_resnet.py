@@ -64,6 +64,7 @@ class WideResNet(nn.Module):
         in_channels: int = 3,
         batch_norm: bool = True,
         reference: bool = False,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.conv1 = conv3x3(in_channels, 16, bias=not batch_norm)
@@ -72,6 +73,7 @@ class WideResNet(nn.Module):
         self.blocks[0].activate_first = reference  # type: ignore[assignment]
         channels = 64 * width
         self.norm = nn.BatchNorm2d(channels) if batch_norm else nn.Identity()
+        self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(channels, num_classes)
         initialize(self)
         if not batch_norm:
@@ -96,4 +98,4 @@ class WideResNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits (N, num_classes) of images (N, C, H, W)."""
         features = F.relu(self.norm(self.blocks(self.conv1(x))))
-        return self.head(features.mean((2, 3)))
+        return self.head(self.dropout(features.mean((2, 3))))

@@ -19,7 +19,7 @@ from flatmin.lab.spec.optim import Optim
 
 __all__ = ["Data", "Experiment", "Model", "Optim", "SpecError"]
 
-Augment = Literal["none", "basic", "cutout", "autoaugment", "imagenet"]
+Augment = Literal["none", "flip", "basic", "cutout", "autoaugment", "imagenet"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +29,9 @@ class Data:
     name: str = "digits"
     """A dataset (`flatmin list` names them), or folder:PATH with PATH/{train,test}/CLASS/*.jpg."""
     augment: Augment = "none"
-    """none; basic (flip, pad 4, random crop); cutout (basic + Cutout); autoaugment (basic + the dataset's
-    policy + Cutout; SVHN without basic, as in the reference code); imagenet (random resized crop, flip)."""
+    """none; flip (half of the images mirrored); basic (flip, pad 4, random crop); cutout (basic + Cutout); autoaugment
+    (basic + the dataset's policy + Cutout; SVHN without basic, as in the reference code); imagenet (random resized
+    crop, flip)."""
     mixup: float = 0.0
     """Mixup's alpha; 0 is without."""
     cutout_size: int = 16
@@ -109,7 +110,7 @@ class Model:
     """reference: Wide ResNet, Shake-Shake and PyramidNet as in the paper's reference code: the last layer starts as
     U(-1/sqrt(classes), 1/sqrt(classes)), and shortcuts differ (see the model's docstring)."""
     dropout: float = 0.0
-    """Dropout before the last layer; only models from timm (0.5 for EfficientNet in the reference code)."""
+    """Dropout before the last layer; only wrn-* and models from timm (0.5 for EfficientNet in the reference code)."""
     drop_connect: float = 0.0
     """Stochastic depth of the last block, rising linearly from 0; only models from timm (reference code: 0.2)."""
     checkpoint: str | None = None
@@ -130,16 +131,15 @@ class Model:
         differs = self.norm == "batch" and family in ("wrn", "shake-shake", "pyramidnet")
         only = "standard: only wrn-* with batch norm, shake-shake-* and pyramidnet-* differ"
         fresh = "false where there is no checkpoint: fresh statistics (0 and 1) normalize nothing"
-        rates = {name: getattr(self, name) for name in ("dropout", "drop_connect")}
+        rates = {"dropout": self.dropout, "drop_connect": self.drop_connect}
+        has_rate = {"dropout": family in ("timm", "wrn"), "drop_connect": family == "timm"}
+        whose = {"dropout": "wrn-* and models from timm", "drop_connect": "models from timm"}
         require(
             self,
             ("norm", self.norm == "batch" or family == "wrn", "batch: only wrn-* goes without"),
             ("design", self.design == "standard" or differs, only),
             *((name, 0 <= rate < 1, "in [0, 1)") for name, rate in rates.items()),
-            *(
-                (name, rate == 0 or family == "timm", "0: only models from timm have it")
-                for name, rate in rates.items()
-            ),
+            *((name, rate == 0 or has_rate[name], f"0: only {whose[name]} have it") for name, rate in rates.items()),
             ("head", self.head == "auto" or self.checkpoint is not None, "auto where there is no checkpoint"),
             ("freeze_batch_norm", not self.freeze_batch_norm or self.checkpoint is not None, fresh),
         )
@@ -166,6 +166,9 @@ class Experiment:
     """Save the initial weights and the weights after every this many epochs, to measure them; only the last if None."""
     stop_loss: float | None = None
     """Stop after the first epoch whose mean training loss is at most this (the schedule still spans all epochs)."""
+    target_loss: float | None = None
+    """Stop within 10 % of this loss on the training set, evaluated after every epoch as at test time, once the learning
+    rate has decayed: to 0.3 of the schedule's at 10 times this loss, to 0.1 at 4 times, then as the loss falls."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """bfloat16: autocast (weights stay float32); auto does that if the hardware supports it."""
     compile: bool = False
@@ -184,6 +187,11 @@ class Experiment:
             ("evaluate_every", self.evaluate_every >= 1, "at least 1"),
             ("keep_every", self.keep_every is None or self.keep_every >= 1, "at least 1, or None"),
             ("stop_loss", self.stop_loss is None or self.stop_loss > 0, "positive, or None"),
+            (
+                "target_loss",
+                self.target_loss is None or (self.target_loss > 0 and self.stop_loss is None),
+                "positive, or None; None with stop_loss",
+            ),
         )
         is_text, reads_text = self.data.name == "python-text", self.model.name.startswith("char-transformer-")
         require(

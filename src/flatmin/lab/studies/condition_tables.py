@@ -91,7 +91,7 @@ def condition_tables(
     verdicts += [families[False].judge(claim, contrasts) for claim, contrasts in further]
     trained = [e.chosen for e in entries if e.chosen is not None] or [e.condition.start for e in entries]
     return {
-        "tables": tables + _choices(entries),
+        "tables": tables + choices(entries),
         "verdicts": verdicts,
         "planned": [
             *(_planned(e, group, m) for m, contrasts in compared.items() for e, group, _ in contrasts),
@@ -220,7 +220,8 @@ def _verdict(
     )
 
 
-def _choices(entries: Sequence[MethodResult]) -> list[Table]:
+def choices(entries: Sequence[MethodResult]) -> list[Table]:
+    """Return all candidates with their validation errors, in one table; nothing where none has run."""
     rows: list[Row] = [
         [entry.condition.name, entry.method.name, setting_of(e), _error(record), "chosen" if e is entry.chosen else ""]
         for entry in entries

@@ -281,8 +281,8 @@ def no_tuning(base: Experiment) -> list[Experiment]:
     return [base]
 
 
-def with_m(m: int) -> Candidates:
-    """Return the one candidate of a method that is trained by micro-batches."""
+def with_m(m: int | None) -> Candidates:
+    """Return the one candidate of a method that is trained by micro-batches of m; by whole batches if None."""
     return lambda base: [replace(base, optim=replace(base.optim, m=m))]
 
 

@@ -16,6 +16,18 @@ def mean(values: Iterable[float]) -> float:
     return sum(numbers) / len(numbers) if numbers else math.nan
 
 
+def changes(before: BySeed, after: BySeed) -> dict[int, float]:
+    """Return by how much a number changes, for each seed that has both.
+
+    Two of them make the two sides of a difference of differences.
+
+    Example:
+        >>> changes({0: 20.0, 1: 22.0, 2: 21.0}, {0: 18.5, 1: 21.0})
+        {0: -1.5, 1: -1.0}
+    """
+    return {seed: after[seed] - before[seed] for seed in sorted(before.keys() & after.keys())}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Contrast:
     """A claim that one number is lower than another, with both for each seed."""
@@ -33,6 +45,8 @@ class Contrast:
     unit: str = "%"
     untestable: str = ""
     """Why all runs that are asked for cannot test the claim at this scale; nothing if they can."""
+    relative: bool = True
+    """Whether the difference is also worth a share of the higher number: not where that may be 0."""
 
     @property
     def pairs(self) -> list[tuple[float, float]]:
@@ -60,7 +74,9 @@ class Contrast:
             name=f"{self.lower_name} - {self.higher_name}",
             difference=mean_and_interval(self.differences),
             # Of a difference from nothing the share is always 100 %, and tells nothing.
-            baseline=mean(high for _, high in self.pairs) if any(low for low, _ in self.pairs) else math.nan,
+            baseline=mean(high for _, high in self.pairs)
+            if self.relative and any(low for low, _ in self.pairs)
+            else math.nan,
             quantity=self.quantity,
             p_value=self.p_value,
             p_holm=p_holm,

@@ -96,6 +96,23 @@ def detectable_effect(spread: float, num_pairs: int, power: float = 0.8) -> floa
     return float(brentq(surplus, 0.0, 2 * critical + 2)) * spread / math.sqrt(num_pairs)
 
 
+def rank_residuals(values: Sequence[float], given: Sequence[float]) -> list[float]:
+    r"""Return what the ranks of a number keep when another is known: the residuals of a line through both ranks.
+
+    With ranks :math:`r` and :math:`s`, :math:`r - \bar r - \beta (s - \bar s)`, where :math:`\beta` is their slope:
+    as in the partial rank correlation. Ties have their mean rank; a ``given`` that is constant explains nothing.
+
+    Example:
+        >>> rank_residuals([1.0, 5.0, 3.0], [0.1, 0.3, 0.2]), rank_residuals([1.0, 3.0, 2.0], [5.0, 5.0, 5.0])
+        ([0.0, 0.0, 0.0], [-1.0, 1.0, 0.0])
+    """
+    ranks, others = (stats.rankdata(x) - (len(x) + 1) / 2 for x in (values, given))
+    spread = float(others @ others)
+    slope = float(ranks @ others) / spread if spread else 0.0
+    # What is equal up to rounding is a tie: the score counts pairs.
+    return [float(value) + 0.0 for value in np.round(ranks - slope * others, 9)]
+
+
 def p_text(p_value: float) -> str:
     """Return a p-value as text; NaN is a test that cannot be made.
 

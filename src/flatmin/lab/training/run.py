@@ -25,7 +25,7 @@ from flatmin.lab.spec.fields import finite
 from flatmin.lab.training.auto_rho import suggestion
 from flatmin.lab.training.distributed import Workers
 from flatmin.lab.training.evaluation import evaluate, what_is_evaluated
-from flatmin.lab.training.schedule import learning_rate
+from flatmin.lab.training.schedule import learning_rate, settles, settling_factor
 from flatmin.lab.training.session import Callback, Clock, Interruption, RunProgress, fixes
 from flatmin.lab.training.steps import StepMetrics, Stepper
 from flatmin.lab.training.trained_model import (
@@ -153,9 +153,11 @@ class Run:
                 self._evaluate_checkpoint(events)
             while not self._finished():
                 self._set_training_mode()
+                settling = self._settling()
                 clock.start()
                 for batch in self.pipeline.training(self.dataset.train, progress.epoch, start=progress.batch):
                     lr = learning_rate(self.experiment.optim, progress.step, self.num_steps, self.steps_per_epoch)
+                    lr *= settling
                     measured = self.stepper.step(batch, progress.step, lr)
                     self._count(measured, len(batch.examples))
                     progress.step, progress.batch = progress.step + 1, batch.number + 1
@@ -195,6 +197,7 @@ class Run:
             "sharpness": (perturbed_loss - loss) / num if sam else None,
         }
         metrics |= {} if optim.rho_factor is None else {"rho": progress.rho}
+        metrics |= {} if self.experiment.target_loss is None else self._fit()
         progress.history.append(metrics)
         progress.epoch, progress.batch, progress.sums = progress.epoch + 1, 0, torch.zeros_like(progress.sums)
         evaluates = self._finished() or progress.epoch % self.experiment.evaluate_every == 0
@@ -218,11 +221,25 @@ class Run:
         write_events(events, metrics | speed)
 
     def _finished(self) -> bool:
-        """Return whether all epochs are done, or the training loss is as low as `stop_loss`."""
-        progress, stop_loss = self.progress, self.experiment.stop_loss
-        loss = progress.history[-1]["train_loss"] if progress.history else None
+        """Return whether all epochs are done, or the loss is as low as `stop_loss` or `target_loss` asks for."""
+        progress, stop_loss, target = self.progress, self.experiment.stop_loss, self.experiment.target_loss
+        last = progress.history[-1] if progress.history else {}
+        loss, fit_loss = last.get("train_loss"), last.get("fit_loss")
         fitted = stop_loss is not None and loss is not None and loss <= stop_loss
-        return fitted or progress.epoch == self.experiment.epochs
+        settled = target is not None and fit_loss is not None and settles(fit_loss, target)
+        return fitted or settled or progress.epoch == self.experiment.epochs
+
+    def _settling(self) -> float:
+        """Return the factor of the learning rate in this epoch: a function of the metrics, which a resumed run has."""
+        target, epochs = self.experiment.target_loss, self.experiment.epochs
+        losses = [line.get("fit_loss") for line in self.progress.history]
+        return 1.0 if target is None else settling_factor(losses, target, epochs)
+
+    def _fit(self) -> Metrics:
+        """Return loss and error on the whole training set, as at test time."""
+        batches = self.pipeline.evaluation(self.dataset.train)
+        values = evaluate(self.network, batches, ("loss", "error"), self.stepper.precision, self.workers)
+        return {f"fit_{name}": value for name, value in finite(values).items()}
 
     def _evaluated(self, evaluates: bool = True) -> Metrics:
         """Return loss and errors on the validation and test sets; None for each if it does not evaluate now."""

@@ -1,10 +1,8 @@
-"""Figures 3, middle (Section 4.1), and 6 (Appendix C.5): test error over rho, for several m and several norms.
+"""Figure 6 (Appendix C.5): test error over rho, for several norms and for random perturbations.
 
-    flatmin reproduce m-and-rho --scale laptop    # 18 minutes on two cores
-    flatmin reproduce p-norm    --scale laptop    # 25 minutes on two cores
+    flatmin reproduce p-norm --scale laptop    # 25 minutes on two cores
 
-m = 16 has a lower error than m = 128, by a point. Adversarial perturbations beat random ones; p = 2 and p = inf look
-alike. All verdicts are in docs/reproduction.md.
+Adversarial perturbations beat random ones; p = 2 and p = inf look alike. All verdicts are in docs/reproduction.md.
 """
 
 import math
@@ -14,8 +12,7 @@ from dataclasses import dataclass, replace
 from flatmin.lab.foret2021.claims.figures import CLAIMS
 from flatmin.lab.foret2021.item_findings import findings, hyperparameters, item
 from flatmin.lab.foret2021.scales import LAPTOP_RHOS, jobs_for, replica_seeds, start
-from flatmin.lab.foret2021.settings import M_GRID, M_SHARPNESS, NORMS, RHO_GRID, VALIDATION, rho_of_sup_norm
-from flatmin.lab.spec.experiment import Experiment
+from flatmin.lab.foret2021.settings import NORMS, RHO_GRID, VALIDATION, rho_of_sup_norm
 from flatmin.lab.studies.conditions import edge_note
 from flatmin.lab.studies.contrasts import Contrast, Family, mean
 from flatmin.lab.studies.cost import num_weights
@@ -24,8 +21,6 @@ from flatmin.lab.studies.replicas import Replicas, replicas_of, runs_of, series_
 from flatmin.lab.studies.study import Known, Scale
 from flatmin.lab.sweeps.jobs import Job
 
-M_VALUES: Mapping[Scale, tuple[int, ...]] = {"paper": M_GRID, "laptop": (16, 128), "smoke": (8, 20)}
-RHO_VALUES: Mapping[Scale, tuple[float, ...]] = {"paper": RHO_GRID, "laptop": LAPTOP_RHOS, "smoke": (0.05, 0.2)}
 NORM_GRIDS: Mapping[Scale, Mapping[str, tuple[float, ...]]] = {
     "paper": {"p = 2": RHO_GRID, "p = inf": RHO_GRID, "random": (*RHO_GRID, 1.0, 2.0, 5.0)},
     "laptop": {"p = 2": LAPTOP_RHOS, "p = inf": LAPTOP_RHOS, "random": (0.5, 1.0, 2.0, 5.0)},
@@ -90,7 +85,7 @@ def table_of(what: str, curves: Iterable[Curve], sgd: Replicas, compared: Compar
     rows.append(["SGD", "0", sgd.cell("valid_error"), sgd.cell("test_error"), *[""] * len(compared)])
     return Table(
         title=f"Test error at the rho that the validation set chooses for each {what}",
-        columns=["" if what == "m" else what, "rho", "validation error", "test error", *compared],
+        columns=[what, "rho", "validation error", "test error", *compared],
         rows=rows,
         note=note,
     )
@@ -100,60 +95,6 @@ def figure_of(over: str, x_label: str, series: Sequence[Series], replicas: Itera
     """Return the test error over rho."""
     title, runs = f"Test error over {over}", runs_of(replicas)
     return LineFigure(title=title, x_label=x_label, y_label="test error, %", series=series, log_x=True, runs=runs)
-
-
-def m_and_rho_jobs(scale: Scale, known: Known) -> dict[tuple[int, float] | str, list[Job]]:
-    """Return the replicas for each m and rho, and SGD's."""
-    seeds = replica_seeds(scale)
-    sgd = m_and_rho_experiment(scale, rho=0.0, m=None)
-    jobs: dict[tuple[int, float] | str, list[Job]] = {"SGD": jobs_for(sgd, "m-and-rho/SGD", seeds)}
-    for m in M_VALUES[scale]:
-        for rho in RHO_VALUES[scale]:
-            experiment = m_and_rho_experiment(scale, rho=rho, m=m)
-            jobs[m, rho] = jobs_for(experiment, f"m-and-rho/m={m}, rho={rho:g}", seeds)
-    return jobs
-
-
-def m_and_rho(scale: Scale, known: Known) -> Findings:
-    """Train with SAM for several m and rho and show the test error (Figure 3, middle)."""
-    rhos, base = RHO_VALUES[scale], m_and_rho_experiment(scale, rho=0.0, m=None)
-    replicas = replicas_of(m_and_rho_jobs(scale, known), known)
-    baseline = replicas["SGD"]
-    curves = {m: Curve(f"m = {m}", {rho: replicas[m, rho] for rho in rhos}) for m in M_VALUES[scale]}
-    smallest, largest = curves[min(curves)], curves[max(curves)]
-    contrast = contrast_of(smallest, largest)
-    family = Family([contrast])
-    compared = {f"{smallest.name} - {largest.name}": [family.comparison(contrast), *[""] * (len(curves) - 1)]}
-    series = [curve.series() for curve in curves.values()]
-    if sgd_errors := baseline.by_seed("test_error"):  # a horizontal line: it has no rho
-        series.append(Series(name="SGD", x=[min(rhos), max(rhos)], y=[mean(sgd_errors.values())] * 2, mode="lines"))
-    return findings(
-        "m-and-rho",
-        scale,
-        tables=[table_of("m", curves.values(), baseline, compared)],
-        figures=[figure_of("rho", "rho", series, replicas.values())],
-        verdicts=[family.judge(CLAIMS["m-and-rho"].statements[0].claim, [contrast])],
-        hyperparameters=hyperparameters("m-and-rho", scale, [base], ("m", M_VALUES[scale]), ("rho grid", rhos)),
-        notes=[
-            HELD_OUT,
-            "Batch norm normalizes each micro-batch by itself, as it does on accelerators: a smaller m makes it "
-            "noisier too.",
-        ],
-    )
-
-
-def m_and_rho_experiment(scale: Scale, *, rho: float, m: int | None) -> Experiment:
-    """Return one point of the figure; the whole batch shares an eps where m is its size."""
-    experiment = start(scale, M_SHARPNESS, rho=rho)
-    whole = m is None or m == experiment.data.batch_size
-    return replace(
-        experiment,
-        data=replace(experiment.data, validation=VALIDATION),
-        optim=replace(experiment.optim, m=None if whole else m),
-    )
-
-
-M_AND_RHO = item("m-and-rho", m_and_rho_jobs, m_and_rho)
 
 
 def p_norm(scale: Scale, known: Known) -> Findings:
