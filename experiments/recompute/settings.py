@@ -129,7 +129,9 @@ def _values(item, name, specs):
         runs = [r for r in item.study.runs.values() if r["spec"]["name"].startswith(f"{item.name}/")]
         m = specs[0]["data"]["train_size"] if match[1] == "n" else int(match[1])
         measured = [f for r in runs for k, f in r.get("measured", {}).items() if k.startswith("sharpness")]
-        return [f"{rho:g}" for rho in {f["rho"] for f in measured if f["m"] == m}] or None
+        rules = " ".join(item.study.plan["items"].get(item.name, {"rules": ()})["rules"])
+        planned = set(re.findall(rf"([\d.]+) for m = {match[1]}\b", rules))
+        return list({f"{f['rho']:g}" for f in measured if f["m"] == m} | planned) or None
     if name == "delta":
         return [
             f"{d:g}"
