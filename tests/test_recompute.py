@@ -374,7 +374,7 @@ def sharpness(job, measurement):
     return {"m_sharpness": error + rng.gauss(0, 0.002 * m**0.5), "m": m, "rho": measurement.rho}
 
 
-@pytest.mark.parametrize(("registered", "share"), [(True, 1.0), (True, 0.5), (False, 1.0), (False, 0.0)])
+@pytest.mark.parametrize(("registered", "share"), [(True, 1.0), (True, 0.5), (True, 0.0), (False, 1.0), (False, 0.0)])
 def test_it_agrees_with_the_pages_of_both_items_on_m(registered, share, tmp_path, monkeypatch):
     """With a registered plan and without, with all runs, some and (as before the plan) none."""
 

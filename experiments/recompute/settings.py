@@ -60,10 +60,8 @@ def _specs(item):
     if item.has_plan:
         groups = {name: g for name, g in item.planned.items() if not name.endswith(", choosing")}
         plan = item.study.plan["items"][item.name]["groups"]
-        chosen = [
-            s for name, g in groups.items() for s in (variants(plan[name]) if plan[name]["varies"] else [g.chosen])
-        ]
-        chosen = [spec for spec in chosen if spec is not None]
+        found = [variants(plan[name]) if plan[name]["varies"] else [g.chosen] for name, g in groups.items()]
+        chosen = [spec for specs in found for spec in specs if spec is not None]
         return chosen or [plan[name]["spec"] for name in groups if name.endswith(", SGD")]
     runs = [item.study.runs[name] for name in item.section.runs]
     return [r["spec"] for r in ([r for r in runs if r["seed"] != TUNING_SEED] or runs)]
@@ -132,13 +130,17 @@ def _values(item, name, specs):
     if match := re.fullmatch(r"rho grid, (.+)", name):
         names = {r["spec"]["name"] for r in item.study.runs.values()}
         return [n.rpartition("rho=")[2] for n in names if n.startswith(f"{item.name}/{match[1]}, rho=")] or None
-    if name == "m":
+    if name == "m":  # of all methods, also of those whose rho is not chosen yet
+        plan = item.study.plan["items"].get(item.name, {"groups": {}})["groups"].values()
+        rhos = [*rhos, *(spec.get("optim", {}) for group in plan for spec in variants(group))]
         return dict.fromkeys(str(o.get("m") or DEFAULTS["batch_size"]) for o in rhos if o.get("rho"))
     if match := re.fullmatch(r"rho of the measure, m = (\w+)", name):
         runs = [r for r in item.study.runs.values() if r["spec"]["name"].startswith(f"{item.name}/")]
         m = specs[0]["data"]["train_size"] if match[1] == "n" else int(match[1])
         measured = [f for r in runs for k, f in r.get("measured", {}).items() if k.startswith("sharpness")]
-        return [f"{rho:g}" for rho in {f["rho"] for f in measured if f["m"] == m}] or None
+        rules = " ".join(item.study.plan["items"].get(item.name, {"rules": ()})["rules"])
+        planned = set(re.findall(rf"([\d.]+) for m = {match[1]}\b", rules))
+        return list({f"{f['rho']:g}" for f in measured if f["m"] == m} | planned) or None
     if name == "delta":
         return [
             f"{d:g}"

@@ -134,7 +134,9 @@ def test_what_items_cost_is_known_and_a_laptop_can_pay_for_all_of_them():
     data = Data(name="cifar10", train_size=1, image_size=16)
     unit = Experiment(data=data, model=Model(name="wrn-10-2"), epochs=1)
     everything = [job for name in ITEMS for job in plan(name, "laptop")]
-    assert training_flops(everything) < 20 * 3600 * 1900 * training_flops([Job(experiment=unit)])  # 20 core hours
+    # 20 core hours. In pilots the models of predictive power stopped after about half of their epochs.
+    most = 20 * 3600 * 1900 * training_flops([Job(experiment=unit)]) + training_flops(plan("predictive", "laptop")) / 2
+    assert training_flops(everything) < most
     for name in ITEMS.keys() - {"predictive"}:  # whose models are others'
         jobs = plan(name, "paper")
         assert cost(jobs) > 0
