@@ -54,7 +54,7 @@ def test_every_field_of_the_specs_is_a_flag_with_help(capsys):
 MISTAKES = [
     (["train", "--optim.rho", "-1"], 2, "rho must be finite and not negative, got -1"),
     (["train", "--epochs", "many"], 2, "invalid literal for int()"),
-    (["train", "--data.augment", "flip"], 2, "autoaugment"),
+    (["train", "--data.augment", "rotate"], 2, "autoaugment"),
     (["train", "--model.name", "wrn-17-2"], 2, "6 n + 4"),
     (["train", "--model.name", "timm/resnet51x"], 2, "has no model"),
     (["train", "--model.checkpoint", "nowhere.pt"], 2, "no file nowhere.pt. Give the path of a file of weights"),

@@ -43,7 +43,7 @@ def test_a_run_stops_in_the_band_with_a_small_learning_rate_and_is_tested_there(
 
 def test_the_loss_is_of_all_training_images_without_augmentation_and_dropout(stopped):
     trained = load_trained(stopped.directory)
-    ((inputs, labels),) = trained.training_batches()
+    ((inputs, labels),) = trained.batches(trained.dataset.train)
     with torch.no_grad():
         logits = trained.network.eval().double()(inputs.double())
     assert len(labels) == 80
