@@ -87,7 +87,7 @@ def test_it_agrees_with_every_number_of_a_page(name, least):
         (CHEAP, rf"\| {NUMBER} % \| [\d.]+ ± [\d.]+ points \(n = 5\)"),
         (CHEAP, rf"\(n = 5\) \| \d+ % \| {NUMBER} ± "),
         (CHEAP, rf"\*\*inconclusive\*\*: .* p = {NUMBER}; Holm"),
-        (CHEAP, rf"\| SAM on 1/8 \| {NUMBER} \| "),
+        (CHEAP, rf"\| SAM on 1/8 \| {NUMBER} \| [\d.]+x \| \d"),
         (CHEAP, rf"\| SAM on 1/8 \| 1.125 \| {NUMBER}x \| "),
         (CHEAP, rf"\| Pareto front \| 1.125 \| {NUMBER} \|"),
         (CHEAP, rf"of the gain of SAM, m = 16, at {NUMBER} passes\. test"),
