@@ -104,6 +104,18 @@ class Sharpness(Measurement):
         }, result.plot
 
 
+def eigenvalues(operator: HessianOperator, num: int) -> dict[str, Any]:
+    """Return the largest eigenvalues and what the paper reports of them."""
+    top = top_eigenvalues(operator, num)
+    return {
+        "lambda_max": float(top.values[0]),
+        "eigenvalues": top.values.tolist(),
+        "residuals": top.residuals.tolist(),
+        "converged": bool(top.converged),
+        "lambda_1_over_lambda_5": top.ratio(1, 5) if num >= 5 else None,
+    }
+
+
 @dataclass(frozen=True, kw_only=True)
 class Spectrum(Measurement):
     """The Hessian's largest eigenvalues and spectral density (Section 4.2)."""
@@ -122,14 +134,10 @@ class Spectrum(Measurement):
         """Measure the Hessian of the training loss."""
         data = trained.batches(trained.dataset.train, self.num_examples)
         operator = HessianOperator(trained.network, F.cross_entropy, data)
-        top = top_eigenvalues(operator, self.num_eigenvalues)
+        top = eigenvalues(operator, self.num_eigenvalues)
         density = spectral_density(operator, steps=self.steps, probes=self.probes)
         return {
-            "lambda_max": float(top.values[0]),
-            "eigenvalues": top.values.tolist(),
-            "residuals": top.residuals.tolist(),
-            "converged": bool(top.converged),
-            "lambda_1_over_lambda_5": top.ratio(1, 5) if self.num_eigenvalues >= 5 else None,
+            **top,
             "nodes": density.nodes.tolist(),
             "weights": density.weights.tolist(),
             "num_examples": sum(len(labels) for _, labels in data),

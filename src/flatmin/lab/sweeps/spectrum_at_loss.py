@@ -7,15 +7,15 @@ loss their curvature can be compared.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flatmin.lab.sweeps.measurements import COUNT, Measured, Measurement, Range
+from flatmin.lab.sweeps.measurements import COUNT, Measured, Measurement, Range, eigenvalues
 from flatmin.lab.training.trained_model import TrainedModel
-from flatmin.measures import HessianOperator, top_eigenvalues
+from flatmin.measures import HessianOperator
 
 
 def first_below(losses: Iterable[tuple[int, float]], limits: Sequence[float]) -> dict[float, tuple[int, float] | None]:
@@ -73,7 +73,10 @@ class SpectrumAtLoss(Measurement):
 
         found = first_below(evaluated(), self.limits)
         spectra = {
-            at[0]: self._eigenvalues(trained.at_epoch(at[0]).network, data) for at in found.values() if at is not None
+            epoch: eigenvalues(
+                HessianOperator(trained.at_epoch(epoch).network, F.cross_entropy, data), self.num_eigenvalues
+            )
+            for epoch in {at[0] for at in found.values() if at is not None}
         }
         return {
             "keep_every": every,
@@ -84,16 +87,6 @@ class SpectrumAtLoss(Measurement):
             },
             "num_examples": sum(len(labels) for _, labels in data),
         }, None
-
-    def _eigenvalues(self, network: nn.Module, data: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Any]:
-        top = top_eigenvalues(HessianOperator(network, F.cross_entropy, data), self.num_eigenvalues)
-        return {
-            "lambda_max": float(top.values[0]),
-            "eigenvalues": top.values.tolist(),
-            "residuals": top.residuals.tolist(),
-            "converged": bool(top.converged),
-            "lambda_1_over_lambda_5": top.ratio(1, 5) if self.num_eigenvalues >= 5 else None,
-        }
 
 
 @torch.no_grad()
