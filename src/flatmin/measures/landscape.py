@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -15,14 +15,11 @@ from torch import Tensor, nn
 
 from flatmin.measures import plots
 from flatmin.measures.batches import Batch, digest, leaves, measuring
-from flatmin.measures.hessian import HessianOperator
+from flatmin.measures.curvature import HessianOperator
 from flatmin.measures.objective import LossFn, NoErrorRateError, Objective
 from flatmin.measures.parameters import Params, parameter_names, unflatten, unwrapped
 from flatmin.measures.points import Index, PointCache, Progress
 from flatmin.measures.spectrum import top_eigenvalues
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 CENTRE_TOLERANCE = 1e-3  # far above rounding, on any machine; far below what another loss or model gives
 
@@ -48,7 +45,7 @@ class Landscape:
 
     def plot(
         self, kind: Literal["contour", "surface"] = "contour", metric: Literal["loss", "accuracy"] = "loss"
-    ) -> "Figure":
+    ) -> "plots.Figure":
         """Return a matplotlib figure: curves in 1-D, contours or surfaces in 2-D, models on one scale."""
         return plots.landscape(self, kind, metric)
 

@@ -3,7 +3,7 @@ r"""The PAC-Bayesian bound of the paper (Appendix A), term by term."""
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch.distributed as dist
 from torch import nn
@@ -14,9 +14,6 @@ from flatmin.measures.batches import Batch
 from flatmin.measures.objective import LossFn, Objective
 from flatmin.measures.parameters import Params
 from flatmin.measures.sharpness import rise_in_ball
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 RANGE_TOLERANCE = 1e-6  # a mean of clipped losses may exceed their bound by rounding
 
@@ -63,7 +60,7 @@ class Bound:
             f"(complexity); {verdict}"
         )
 
-    def plot(self) -> "Figure":
+    def plot(self) -> "plots.Figure":
         """Return a matplotlib figure of the terms of the bound, next to the range of the loss."""
         return plots.bound(self)
 

@@ -4,14 +4,10 @@ import itertools
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from flatmin.measures import plots
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 Set = tuple[int, ...]
 MEASURES_AT_ONCE = 64
@@ -40,7 +36,7 @@ class Score:
     per_set: dict[Set, float]
     num_models: int
 
-    def plot(self) -> "Figure":
+    def plot(self) -> "plots.Figure":
         """Return a matplotlib figure of every set's information, the score and the permutation null."""
         return plots.score(self)
 

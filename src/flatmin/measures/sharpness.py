@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import torch.distributed as dist
@@ -16,9 +16,6 @@ from flatmin.measures.batches import Batch, measuring, subsets
 from flatmin.measures.checks import check_count, check_finite, check_metric
 from flatmin.measures.objective import LossFn, Objective, Value
 from flatmin.measures.parameters import Params, flatten, unflatten
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,7 @@ class Sharpness:
     p: float
     metric: str
 
-    def plot(self) -> "Figure":
+    def plot(self) -> "plots.Figure":
         """Return a matplotlib figure of the subsets' sharpness and their mean."""
         return plots.sharpness(self)
 
@@ -128,7 +125,8 @@ def m_sharpness(
         model, loss_fn, data, params=params, group=group, allow_nondeterministic=allow_nondeterministic
     )
     m = _check_m(objective, m)
-    ascent = _Ascent(objective, _scale(objective, rho, eta), p, steps, metric, chunk_size)
+    scale = adaptive_scale(flatten(objective.weights(), objective.dtype), rho, eta)
+    ascent = _Ascent(objective, scale, p, steps, metric, chunk_size)
     if m == objective.num_examples:
         rises = [ascent.sharpness(None)]
     else:
@@ -178,11 +176,6 @@ class _Ascent:
         moved = direction + step
         project_([moved], self.p)
         return moved
-
-
-def _scale(objective: Objective, rho: float, eta: float | None) -> Tensor | float:
-    """Return T: rho, or ASAM's rho (|w| + eta)."""
-    return adaptive_scale(flatten(objective.weights(), objective.dtype), rho, eta)
 
 
 def rise_in_ball(objective: Objective, *, rho: float, steps: int, metric: str) -> tuple[float, Value]:

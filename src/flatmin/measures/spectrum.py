@@ -3,7 +3,7 @@ r"""The spectrum of a Hessian: its largest or smallest eigenvalues, and its dens
 import math
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -12,9 +12,6 @@ from torch import Tensor
 from flatmin.measures import plots
 from flatmin.measures.checks import check_count, check_operator
 from flatmin.measures.lanczos import Krylov, Operator, random_normal, random_signs
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -42,7 +39,7 @@ class Eigenvalues:
                 raise ValueError(f"{name} must be in 1..{len(self.values)} (eigenvalues count from 1), got {index}.")
         return float(self.values[first - 1] / self.values[second - 1])
 
-    def plot(self) -> "Figure":
+    def plot(self) -> "plots.Figure":
         """Return a matplotlib figure of the eigenvalues, with their residuals as error bars."""
         return plots.eigenvalues(self)
 
@@ -168,7 +165,7 @@ class SpectralDensity:
         z = (np.asarray(grid, dtype=float)[:, None] - self.nodes) / sigma
         return np.asarray(np.exp(-0.5 * z**2) @ self.weights / (sigma * math.sqrt(2 * math.pi)))
 
-    def plot(self, sigma: float | None = None) -> "Figure":
+    def plot(self, sigma: float | None = None) -> "plots.Figure":
         """Return a matplotlib figure of the density on a logarithmic scale."""
         return plots.spectral_density(self, sigma)
 
