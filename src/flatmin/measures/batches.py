@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatmin.core.unchanged import generators_unchanged
+from flatmin.core.pass_state import generators_unchanged
 
 Batch = tuple[Any, Any]
 """Inputs (a tensor, or a tuple or dict of tensors) and targets, all with the examples along dimension 0."""
