@@ -26,22 +26,18 @@ CENTRE_TOLERANCE = 1e-3  # far above rounding, on any machine; far below what an
 
 @dataclass(frozen=True)
 class Landscape:
-    r"""The loss and accuracy on a grid of points :math:`w + a_i d_1 (+ a_j d_2)`.
-
-    Attributes:
-        loss: (points,) or (points, points), with i first; one more dimension in front if there were several
-            models.
-        accuracy: the same; NaN where the outputs are not a classifier's.
-        coordinates: a, ascending, with an exact 0 in the middle.
-        labels: a name for each model.
-        directions: "random" or "hessian".
-    """
+    """The loss and accuracy on a grid of points :math:`w + a_i d_1 (+ a_j d_2)`."""
 
     loss: np.ndarray
+    """Of shape (points,) or (points, points), with i first; with several models, one more dimension in front."""
     accuracy: np.ndarray
+    """In the same shape; NaN where the outputs are not a classifier's."""
     coordinates: np.ndarray
+    """The values of a, ascending, with an exact 0 in the middle."""
     labels: tuple[str, ...]
+    """A name for each model."""
     directions: str
+    """Either "random" or "hessian"."""
 
     def plot(
         self, kind: Literal["contour", "surface"] = "contour", metric: Literal["loss", "accuracy"] = "loss"

@@ -237,7 +237,6 @@ def error_rate(outputs: Any, targets: Any) -> float:
     """Return the fraction of wrong predictions: the largest output (dimension 1) is not the target's.
 
     Example:
-        >>> import torch
         >>> error_rate(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1]))
         0.5
     """

@@ -20,29 +20,26 @@ from flatmin.measures.parameters import Params, flatten, unflatten
 
 @dataclass(frozen=True)
 class Sharpness:
-    r"""The m-sharpness of a model.
-
-    Attributes:
-        mean: the mean over the subsets, weighted by their sizes.
-        standard_error: of the mean; NaN where there is one subset only.
-        per_subset: the sharpness of each subset, in the data's order (rank by rank with a group).
-        sizes: the number of examples of each subset.
-        value: the metric at the weights themselves, over all data.
-        rho: the radius of the ball.
-        m: the number of examples in a subset; the last one may be short.
-        p: the norm of the ball.
-        metric: "loss" or "error".
-    """
+    """The m-sharpness of a model."""
 
     mean: float
+    """The mean over the subsets, weighted by their sizes."""
     standard_error: float
+    """The standard error of the mean; NaN where there is one subset only."""
     per_subset: np.ndarray
+    """The sharpness of each subset, in the data's order (rank by rank with a group)."""
     sizes: np.ndarray
+    """The number of examples of each subset."""
     value: float
+    """The metric at the weights themselves, over all data."""
     rho: float
+    """The radius of the ball."""
     m: int
+    """The number of examples in a subset; the last one may be short."""
     p: float
+    """The norm of the ball."""
     metric: str
+    """Either "loss" or "error"."""
 
     def plot(self) -> "plots.Figure":
         """Return a matplotlib figure of the subsets' sharpness and their mean."""
