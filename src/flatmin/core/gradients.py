@@ -3,7 +3,7 @@
 The marks say which pass a gradient is from, whether a step has used it, and how many backward passes it sums up.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -28,8 +28,8 @@ class GradientSum:
     them uses keeps no gradient.
     """
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self._parameters = parameters
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._parameters = list(parameters)
         self._total: dict[Tensor, Tensor] = {}
 
     @torch.no_grad()

@@ -175,7 +175,6 @@ def unchanged(passes: "StepPasses", batches: Iterable[Any] = ()) -> Iterator[Mod
     replay, state, own = passes.replay, passes.state, list(passes.parameters())
     model = ddp.unwrap(state.model)
     parameters = list(dict.fromkeys([*own, *(model.parameters() if model is not None else ())]))
-    flag = getattr(model, "require_forward_param_sync", None)
     grads = [p.grad for p in parameters]
     # A reduction writes into these gradients, even if the parameters do not have them anymore.
     overwritten = grads if getattr(model, "gradient_as_bucket_view", False) else []
@@ -197,6 +196,4 @@ def unchanged(passes: "StepPasses", batches: Iterable[Any] = ()) -> Iterator[Mod
         for grad, copy in zip(overwritten, copies, strict=True):
             if grad is not None and copy is not None:
                 grad.data.copy_(copy)  # .data does not count as a write, which SAM looks at
-        if flag is not None:
-            model.require_forward_param_sync = flag
-        before.restore()
+        before.begin_again()

@@ -12,14 +12,14 @@ from torch.optim import Optimizer
 
 from flatmin.core import checks, ddp, dtensor
 from flatmin.core.batch_split import Batch, call_with, split_batch
-from flatmin.core.checks import MIGRATION, Direction, Settings, check_generator, check_rho
+from flatmin.core.checks import MIGRATION, Closure, Direction, Settings, check_generator, check_rho
 from flatmin.core.compat import check_not_in_grad_scaler, is_checkpoint
 from flatmin.core.joint_optimizer import as_one, bases_of
 from flatmin.core.optimizer_wrapper import NotCompiledContext, OptimizerWrapper, not_compiled, with_own_hooks
 from flatmin.core.rng import direction_generator
 from flatmin.core.step_functions import CombineFunction
 from flatmin.core.step_gradient import PerturbedPass, closure_gradient, micro_batch_gradient, perturbed_block
-from flatmin.core.step_passes import FUNCTION_KEYS, GENERATOR_KEY, RHO_KEY, Closure, FirstPass, StepPasses
+from flatmin.core.step_passes import FUNCTION_KEYS, GENERATOR_KEY, RHO_KEY, FirstPass, StepPasses
 from flatmin.core.step_state import SAMMetrics, StepState
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from flatmin.core import ddp
-from flatmin.core.checks import keep_loss
+from flatmin.core.checks import Closure, keep_loss
 from flatmin.core.gradients import GradientSum
 from flatmin.core.pass_state import ModelState
-from flatmin.core.step_passes import Closure, FirstPass, SAMPasses, Share, StepPasses
+from flatmin.core.step_passes import FirstPass, SAMPasses, Share, StepPasses
 from flatmin.core.step_state import SAMMetrics
 from flatmin.core.weight_perturber import AscentNorms
 
@@ -51,7 +51,7 @@ def closure_gradient(
         )
     # What is made of gradients of this worker alone is reduced afterwards.
     is_local = settings.combine is not None and not settings.sync_perturbation and ddp.is_parallel()
-    share = _share_of_all(passes, weight) if weight != 1.0 or is_local else None
+    share = Share(GradientSum(passes.parameters()), 1.0, weight) if weight != 1.0 or is_local else None
     measured = passes.sam_gradient(closure, ascent=ascent, share=share, first=first)
     if share is not None:
         _put_reduced(passes, share.total)
@@ -76,7 +76,7 @@ def micro_batch_gradient(
     own = shares[: len(closures)]
     corrected = sum(own) if rest is not None else 1.0
     weight = passes.settings.correction_weight(corrected)
-    total = GradientSum(list(passes.parameters()))
+    total = GradientSum(passes.parameters())
     before = ModelState(passes.state.model, passes.parameters())
     measured: list[SAMPasses] = []
     try:
@@ -105,10 +105,6 @@ def micro_batch_gradient(
 def _plain_pass(passes: StepPasses, closure: Closure, *, reduce: bool) -> SAMPasses:
     loss = passes.run(closure, reduce=reduce)
     return SAMPasses(SAMMetrics(loss=loss, perturbation_norm=loss.new_zeros(())), loss)
-
-
-def _share_of_all(passes: StepPasses, weight: float) -> Share:
-    return Share(GradientSum(list(passes.parameters())), 1.0, weight)
 
 
 def _put_reduced(passes: StepPasses, total: GradientSum) -> None:
@@ -161,7 +157,7 @@ def perturbed_block(passes: StepPasses, loss: Tensor | None) -> Iterator[Perturb
         warnings.warn(USED_WARNING, UserWarning, stacklevel=3)
     stay = not passes.needs_perturbed_pass()
     weight = passes.settings.correction_weight()
-    share = None if weight == 1.0 or stay else _share_of_all(passes, weight)
+    share = None if weight == 1.0 or stay else Share(GradientSum(passes.parameters()), 1.0, weight)
     num_backwards = state.marks.num_backwards()
     # A direction that is not the gradient needs no first pass; the one at w + eps may then be the only one.
     keep_state = num_backwards > 0 or passes.settings.follows_gradient

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from flatmin.core import ddp
-from flatmin.core.checks import Settings, check_rho, keep_loss
+from flatmin.core.checks import Closure, Settings, check_rho, keep_loss
 from flatmin.core.flat_buffers import VectorOf
 from flatmin.core.gradients import GradientSum, drop_gradients
 from flatmin.core.joint_optimizer import has_momentum, momentum_in
@@ -21,8 +21,6 @@ from flatmin.core.replay import Replay
 from flatmin.core.step_functions import StepFunction, combine_gradients, kept_gradients
 from flatmin.core.step_state import SAMMetrics, StepState
 from flatmin.core.weight_perturber import AscentNorms
-
-Closure = Callable[[], Any]
 
 # In the first parameter group, because that is what checkpoints keep, torch.distributed's too.
 GENERATOR_KEY = "sam_generator"

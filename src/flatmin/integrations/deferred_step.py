@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flatmin.core.check_pass import check_pass
-from flatmin.core.checks import shares_of
+from flatmin.core.checks import Closure, shares_of
 from flatmin.core.optimizer_wrapper import with_own_hooks
 from flatmin.core.rho_finder import suggest_rho
 from flatmin.core.sam import SAM
@@ -26,11 +26,7 @@ class DeferredSAM(SAM):
     Example:
         >>> w = nn.Parameter(torch.tensor([1.0]))
         >>> opt = DeferredSAM(torch.optim.SGD([w], lr=0.1), rho=0.5)
-        >>> def closure():
-        ...     opt.zero_grad()
-        ...     loss = (w**2).sum() / 2
-        ...     loss.backward()
-        ...     return loss
+        >>> closure = opt._closure(lambda x: (x * w**2).sum() / 2, torch.ones(1))
         >>> opt.compute_gradient(closure)
         tensor(0.5000)
         >>> w.grad
@@ -41,11 +37,7 @@ class DeferredSAM(SAM):
     """
 
     def compute_gradient(
-        self,
-        closure: Callable[[], Any],
-        *,
-        rest: Callable[[], Any] | None = None,
-        weights: Sequence[float] | None = None,
+        self, closure: Closure, *, rest: Closure | None = None, weights: Sequence[float] | None = None
     ) -> Tensor | None:
         """Run all passes of a step, and return its loss; the arguments are as in :meth:`flatmin.SAM.step`."""
         self._state.marks.revoke_step()
@@ -57,7 +49,7 @@ class DeferredSAM(SAM):
         return loss
 
     @with_own_hooks
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Closure | None = None) -> Any:  # type: ignore[override]
         """Take the base optimizer's step; a closure is called once before it, and has to compute the gradient.
 
         One that returns None skips the step, as in Lightning.
@@ -147,7 +139,7 @@ class TrainerSettings:
             )
         return kind(base, model=model, **self.sam)
 
-    def before_gradient(self, sam: SAM, run: Callable[[], Any], scaler: Any | None) -> None:
+    def before_gradient(self, sam: SAM, run: Closure, scaler: Any | None) -> None:
         """Check at the first step that a pass can be repeated, and set the radius of ``rho="auto"`` at the first ones.
 
         What the pass changes besides is not reported: models fill caches at first.

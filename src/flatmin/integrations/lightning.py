@@ -7,7 +7,7 @@ from typing import Any, Literal
 from flatmin.core.batch_split import split_batch
 from flatmin.core.sam import SAM
 from flatmin.integrations.deferred_step import DeferredSAM, TrainerSettings
-from flatmin.integrations.records import RecordedPass, UnrecordedPass, recording_modules
+from flatmin.integrations.records import RecordedPass, UnrecordedPass
 
 try:
     import lightning.pytorch as pl
@@ -139,6 +139,7 @@ class SAMCallback(pl.Callback):
         outputs = None
 
         def run(piece: Any | None, silent: bool) -> Any:
+            nonlocal outputs
             self._piece, self._is_silent = piece, silent
             try:
                 loss = closure()
@@ -146,20 +147,16 @@ class SAMCallback(pl.Callback):
                 self._piece, self._is_silent = None, False
             if loss is None:
                 raise _BatchSkippedError
+            if not silent:
+                outputs = closure._result
             return loss
 
         def pass_on(piece: Any | None, silent: bool = False) -> RecordedPass:
-            def run_and_keep_outputs() -> Any:
-                nonlocal outputs
-                loss = run(piece, silent or recorded.is_repeated)
-                if not recorded.is_repeated:
-                    outputs = closure._result
-                return loss
-
-            recorded = RecordedPass(run_and_keep_outputs, modules)
+            recorded = RecordedPass(lambda: run(piece, silent or recorded.is_repeated), modules)
             return recorded
 
-        modules = list(recording_modules(pl_module))
+        # What may keep records; torch's own layers do not.
+        modules = [m for m in pl_module.modules() if not type(m).__module__.startswith("torch.nn.")]
         split = split_batch(self._batch, self.settings.part, None) if self.settings.part < 1 else None
         part = None if split is None else split.micro_batches[0]
         try:

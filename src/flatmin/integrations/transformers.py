@@ -134,16 +134,13 @@ class SAMMixin(_Trainer):
         self.sam.zero_grad()
         no_sync = getattr(model, "no_sync", contextlib.nullcontext)  # of DistributedDataParallel
         num_micro_batches: float = self.current_gradient_accumulation_steps  # type: ignore[has-type]
+        num_items = num_items if share == 1 or num_items is None else num_items * share
         losses = []
         try:
             for i, piece in enumerate(pieces):
                 self.current_gradient_accumulation_steps = num_micro_batches * share / piece.share
                 with no_sync() if i < len(pieces) - 1 else contextlib.nullcontext():
-                    losses.append(
-                        super().training_step(
-                            model, piece.inputs, num_items if share == 1 or num_items is None else num_items * share
-                        )
-                    )
+                    losses.append(super().training_step(model, piece.inputs, num_items))
         finally:
             self.current_gradient_accumulation_steps = num_micro_batches
         return torch.stack(losses).sum()
