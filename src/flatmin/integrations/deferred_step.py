@@ -123,11 +123,11 @@ class TrainerSettings:
                 )
         SAM(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), **self.sam)
         self.check = check
+        self._checked: SAM | None = None
         self.begin()
 
     def begin(self) -> None:
-        """Begin a training: its first steps are still to come."""
-        self._is_checked = not self.check
+        """Begin a training: a search for the radius that did not end before is not continued."""
         self._search: RhoSearch | None = None
 
     def wrap(self, base: Optimizer, kind: type[Kind], model: nn.Module | None = None) -> Kind:
@@ -144,11 +144,11 @@ class TrainerSettings:
 
         What the pass changes besides is not reported: models fill caches at first.
         """
-        if not self._is_checked:
+        if self.check and self._checked is not sam:
             check = check_pass(sam, run)
             if not check:
                 raise ValueError(f"check=True: {check}")
-            self._is_checked = True
+            self._checked = sam
         if self.is_auto:
             self._search = self._search or RhoSearch(sam)
             self._search.measure(run, scaler)
