@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from flatmin.core.batch_split import Batch
 from flatmin.core.dtensor import local_part
 from flatmin.core.function_state import Saved, is_numpy_generator, slots_of
+from flatmin.core.gradients import drop_gradients
+from flatmin.core.pass_state import unchanged
 from flatmin.core.sam import SAM
-from flatmin.core.unchanged import unchanged
 
 UNKNOWN_SOURCE = (
     "a source that is not among the variables of the pass: a new or unseeded generator (`default_rng()`), the clock, a "
@@ -85,12 +86,11 @@ def check_pass(opt: SAM, closure: Callable[..., Any], batch: Batch | None = None
     weights = [p.detach().clone() for p in trained]
 
     def run() -> tuple[Tensor, list[Tensor | None]]:
-        for p in trained:
-            p.grad = None
+        drop_gradients(trained)
         loss = passes.run(run_pass, reduce=opt.settings.sync_perturbation)
         return loss, [None if p.grad is None else local_part(p.grad).detach().clone() for p in trained]
 
-    with unchanged(opt) as model_state:
+    with unchanged(passes) as model_state:
         try:
             start = passes.start()
             first = run()

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from flatmin.core.step_functions import CombineFunction, DirectionFunction
 
+Closure = Callable[[], Any]
 Direction = Literal["gradient", "random", "momentum"] | DirectionFunction
 
 DEFAULT_ETA = 0.01  # Kwon et al. (2021)
@@ -146,7 +147,7 @@ def check_combine(combine: Any, weight: float | None, direction: object) -> Any:
     return combine
 
 
-def check_closures(closures: Any) -> list[Callable[[], Any]]:
+def check_closures(closures: Any) -> list[Closure]:
     """Return the closures of several micro-batches, or raise for what is neither a function nor a list of them."""
     if isinstance(closures, Tensor) or not isinstance(closures, Iterable):
         loss = " Did you pass the loss? SAM has to compute it twice." if isinstance(closures, Tensor) else ""
@@ -182,9 +183,7 @@ def check_base(base: Any) -> None:
         )
 
 
-def shares_of(
-    closures: Sequence[Callable[[], Any]], rest: Callable[[], Any] | None, weights: Sequence[float] | None
-) -> list[float]:
+def shares_of(closures: Sequence[Closure], rest: Closure | None, weights: Sequence[float] | None) -> list[float]:
     """Return the weights of micro-batches, and of the rest if there is one, scaled to sum to 1."""
     if not closures or not all(callable(closure) for closure in closures):
         raise TypeError("closure must be a function or a non-empty list of functions.")

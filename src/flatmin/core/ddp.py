@@ -53,6 +53,11 @@ def is_parallel() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
+def has_no_sync(model: nn.Module | None) -> bool:
+    """Return whether there are several workers and the model can keep a pass on its own, as DDP can."""
+    return is_parallel() and hasattr(unwrap(model), "no_sync")
+
+
 def local_pass(model: nn.Module | None) -> AbstractContextManager[Any]:
     """Return a context in which passes leave gradients on their worker (DDP) or within their replica (HSDP)."""
     no_sync = getattr(unwrap(model), "no_sync", None)
@@ -64,7 +69,7 @@ def local_pass(model: nn.Module | None) -> AbstractContextManager[Any]:
 
 def reduce_gradients(parameters: Iterable[Tensor], model: nn.Module | None) -> None:
     """Average the gradients of local passes over the workers or replicas."""
-    if is_parallel() and hasattr(unwrap(model), "no_sync"):
+    if has_no_sync(model):
         average_gradients(parameters, model)
     elif is_parallel():
         average_over_replicas(replicated_groups(model))

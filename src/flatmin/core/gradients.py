@@ -3,7 +3,7 @@
 The marks say which pass a gradient is from, whether a step has used it, and how many backward passes it sums up.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +15,12 @@ OLDER = "_sam_older"
 BACKWARDS = "_sam_backwards"
 
 
+def drop_gradients(parameters: Iterable[Tensor]) -> None:
+    """Set gradients to None, without the marks of ``opt.zero_grad()``."""
+    for p in parameters:
+        p.grad = None
+
+
 class GradientSum:
     """Takes the gradients of one pass after the other, and puts their weighted sum in their place.
 
@@ -22,8 +28,8 @@ class GradientSum:
     them uses keeps no gradient.
     """
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self._parameters = parameters
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._parameters = list(parameters)
         self._total: dict[Tensor, Tensor] = {}
 
     @torch.no_grad()
@@ -34,8 +40,7 @@ class GradientSum:
             self._total.update(zip(new, torch._foreach_mul(list(new.values()), weight), strict=True))
         if old := [p for p in current if p not in new]:
             torch._foreach_add_([self._total[p] for p in old], [current[p] for p in old], alpha=weight)
-        for p in current:
-            p.grad = None
+        drop_gradients(current)
 
     @torch.no_grad()
     def put(self, factor: float = 1.0) -> None:

@@ -1,9 +1,10 @@
 """What a pass depends on beside the weights and the batch, and what it leaves behind: a pass must be repeatable."""
 
 import contextlib
+import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,11 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from flatmin.core import ddp
 from flatmin.core.dtensor import is_sharded, local_part
+from flatmin.core.gradients import drop_gradients
 from flatmin.core.rng import RandomState
+
+if TYPE_CHECKING:
+    from flatmin.core.step_passes import StepPasses
 
 Tensors = dict[str, Tensor | None]
 MOST_FOLLOWERS = 2  # per trained parameter: a model may have two teachers
@@ -142,3 +147,53 @@ def has_running_statistics(model: nn.Module | None) -> bool:
     """Return whether a pass of the model, in its present mode, updates running statistics."""
     modules: Iterator[nn.Module] | tuple[()] = model.modules() if model is not None else ()
     return any(m.training and any(name.startswith("running_") for name in m._buffers) for m in modules)
+
+
+# Passes that leave everything as it was.
+
+
+@contextlib.contextmanager
+def generators_unchanged(batches: object, devices: Iterable[torch.device]) -> Iterator[None]:
+    """Leave the global generators of the CPU and these devices, and a data loader's own, as they were."""
+    sources: list[Any] = [batches, getattr(batches, "sampler", None)]
+    generators = [of.generator for of in sources if isinstance(getattr(of, "generator", None), torch.Generator)]
+    states, random_state = [generator.get_state() for generator in generators], RandomState(devices)
+    try:
+        yield
+    finally:
+        random_state.restore()
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
+@contextlib.contextmanager
+def unchanged(passes: "StepPasses", batches: Iterable[Any] = ()) -> Iterator[ModelState]:
+    """Put back gradients, the model's state, generators, SAM's own state, its functions' and DDP's flags as they were.
+
+    There are no gradients at the start of the block. The state of the model is yielded.
+    """
+    replay, state, own = passes.replay, passes.state, list(passes.parameters())
+    model = ddp.unwrap(state.model)
+    parameters = list(dict.fromkeys([*own, *(model.parameters() if model is not None else ())]))
+    grads = [p.grad for p in parameters]
+    # A reduction writes into these gradients, even if the parameters do not have them anymore.
+    overwritten = grads if getattr(model, "gradient_as_bucket_view", False) else []
+    copies = [None if grad is None else grad.clone() for grad in overwritten]
+    before = ModelState(state.model, own)
+    was_paused, replay.is_paused = replay.is_paused, True
+    marks, state.marks = state.marks, dataclasses.replace(state.marks)
+    drop_gradients(parameters)
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(generators_unchanged(batches, {p.device for p in parameters}))
+            for function in passes.functions:
+                stack.enter_context(function.unchanged())
+            yield before
+    finally:
+        replay.is_paused, state.marks = was_paused, marks
+        for p, grad in zip(parameters, grads, strict=True):
+            p.grad = grad
+        for grad, copy in zip(overwritten, copies, strict=True):
+            if grad is not None and copy is not None:
+                grad.data.copy_(copy)  # .data does not count as a write, which SAM looks at
+        before.begin_again()

@@ -2,14 +2,17 @@
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from flatmin.core.pass_state import PassState
 from flatmin.core.rng import RandomState
+
+if TYPE_CHECKING:
+    from flatmin.core.step_passes import StepPasses
 
 NOISE_ERROR = (
     "The second pass did not draw the noise of the first: {names} ended elsewhere. Call opt.zero_grad() after drawing "
@@ -25,16 +28,11 @@ class Replay:
 
     It begins at the first forward pass of ``model`` since the last step, or at ``opt.zero_grad()`` before it, because
     noise may be drawn before the model is called (latents of a GAN). ``zero_grad()`` may also come between forward and
-    backward, or right after the last step; ``has_gradients`` says whether there was a backward pass since.
+    backward, or right after the last step: the gradients say whether there was a backward pass since.
     """
 
-    def __init__(
-        self,
-        parameters: Callable[[], Iterator[Tensor]],
-        model: Callable[[], nn.Module | None],
-        has_gradients: Callable[[], bool],
-    ) -> None:
-        self._parameters, self._model, self._has_gradients = parameters, model, has_gradients
+    def __init__(self, passes: "StepPasses") -> None:
+        self._passes = passes
         self._handle: Any = None
         self.is_paused = False  # in closures, whose passes SAM runs itself
         self._num_replayed: int | None = None  # forward passes in the block; None outside
@@ -56,7 +54,7 @@ class Replay:
     def at_zero_grad(self) -> None:
         """Record that the gradients were reset."""
         if not self.is_paused:
-            self._zeroed, self._zeroed_late = PassState(self._model(), self._parameters()), bool(self._forwards)
+            self._zeroed, self._zeroed_late = self._passes.start(), bool(self._forwards)
 
     def at_forward(self) -> None:
         """Record a forward pass of the first pass, or put the generators where they were in the first pass."""
@@ -65,10 +63,11 @@ class Replay:
         if self._num_replayed is not None:
             self._replay_forward()
             return
-        if self._zeroed_late and not self._has_gradients():  # what came before zero_grad() was another pass
+        # What came before a zero_grad() without a backward pass was another pass.
+        if self._zeroed_late and self._passes.state.marks.num_backwards() == 0:
             self._forwards, self._zeroed_late = [], False
         if not self._forwards:
-            self._first_forward = PassState(self._model(), self._parameters())
+            self._first_forward = self._passes.start()
             self._forwards.append(self._first_forward.random)
         else:
             self._forwards.append(self._random_state())
@@ -80,7 +79,7 @@ class Replay:
         begin = self._first_forward if self._forwards else zeroed
         if begin is not None:
             # Another optimizer may have moved parameters of the same model, which are not ours to put back.
-            begin.model.begin_again(without=[p for block in _open_blocks for p in block._parameters()])
+            begin.model.begin_again(without=[p for block in _open_blocks for p in block._passes.parameters()])
         is_outermost = not _open_blocks
         _open_blocks.append(self)
         try:
@@ -120,7 +119,7 @@ class Replay:
         self._set = state
 
     def _random_state(self) -> RandomState:
-        return RandomState(dict.fromkeys(p.device for p in self._parameters()))
+        return RandomState(dict.fromkeys(p.device for p in self._passes.parameters()))
 
 
 class _ForwardHook:

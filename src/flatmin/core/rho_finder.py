@@ -18,11 +18,11 @@ from torch import Tensor
 from flatmin.core import ddp, dtensor
 from flatmin.core.batch_split import Batch, call_with, split_batch
 from flatmin.core.checks import check_rho, keep_loss
-from flatmin.core.pass_state import ModelState
+from flatmin.core.gradients import drop_gradients
+from flatmin.core.pass_state import ModelState, unchanged
 from flatmin.core.rho_suggestion import RhoSuggestion
 from flatmin.core.rng import RandomState
 from flatmin.core.sam import SAM
-from flatmin.core.unchanged import unchanged
 from flatmin.core.weight_perturber import AscentNorms, WeightPerturber
 
 LossFn = Callable[..., Tensor]
@@ -138,7 +138,7 @@ class _Source:
         self.opt, self.loss_fn, self.num_batches = opt, loss_fn, num_batches
         self.unit_radii = _unit_radii(opt)
         self.batches = batches
-        with unchanged(opt, batches):
+        with unchanged(opt._passes, batches):
             taken = list(itertools.islice(batches, num_batches))
         if not taken:
             raise ValueError("batches is empty: suggest_rho needs at least one batch.")
@@ -149,16 +149,15 @@ class _Source:
 
     def run(self, rhos: Sequence[float]) -> Tensor:
         """Return a row per batch: its number of examples, and sums over them of the values of `_piece`."""
-        parameters = [p for group in self.opt.param_groups for p in group["params"]]
         table = torch.zeros(self.num_batches, 4 + len(rhos), dtype=torch.float64)
         perturber = WeightPerturber()
         perturber.prepare(self.opt.param_groups, self.unit_radii)
-        with unchanged(self.opt, self.batches) as buffers, contextlib.ExitStack() as stack:
+        with unchanged(self.opt._passes, self.batches) as buffers, contextlib.ExitStack() as stack:
             perturber.save()
             stack.callback(perturber.restore)
             for row, split in zip(table, self.splits, strict=False):  # other workers may have more batches
                 for piece, size in zip(split.micro_batches, split.sizes, strict=True):
-                    values = self._piece(piece, rhos, parameters, perturber, buffers)
+                    values = self._piece(piece, rhos, perturber, buffers)
                     row += size * torch.cat([torch.ones(1), values.cpu()]).double()
         if ddp.is_parallel():
             shared = table.to(values)  # where and in what the workers can sum
@@ -166,16 +165,10 @@ class _Source:
             table = shared.cpu().double()
         return table[table[:, 0] > 0]
 
-    def _piece(
-        self,
-        piece: Any,
-        rhos: Sequence[float],
-        parameters: list[Tensor],
-        perturber: WeightPerturber,
-        buffers: ModelState,
-    ) -> Tensor:
+    def _piece(self, piece: Any, rhos: Sequence[float], perturber: WeightPerturber, buffers: ModelState) -> Tensor:
         """Return the loss at w, the rise for rho = 1, the gradient norm, and the loss at w + eps for each rho."""
-        settings = self.opt.settings
+        settings, passes = self.opt.settings, self.opt._passes
+        parameters = list(passes.parameters())
         noise = RandomState({p.device for p in parameters})
 
         def run(*, backward: bool) -> Tensor:
@@ -199,12 +192,12 @@ class _Source:
 
         loss = run(backward=True)
         grads = {p: p.grad for p in parameters}
-        _drop_gradients(parameters)
+        drop_gradients(parameters)
         norms = ascend(1.0, grads)
         unit = max(self.unit_radii) * norms.scaled_gradient
         vectors: Mapping[Tensor, Tensor | None] = grads
-        if (direction := self.opt._passes.direction) is not None:
-            vectors = direction(self.opt._passes.perturbed_parameters(list(self.unit_radii)), grads)
+        if passes.direction is not None:
+            vectors = passes.direction(passes.perturbed_parameters(list(self.unit_radii)), grads)
             perturber.restore()
             ascend(1.0, vectors)
             unit = perturber.first_order_rise(grads.get)
@@ -215,14 +208,9 @@ class _Source:
                 ascend(rho, vectors)
             # FSDP2 gathers weights anew only after a backward pass.
             values.append(run(backward=any(dtensor.is_sharded(p) for p in parameters)))
-            _drop_gradients(parameters)
+            drop_gradients(parameters)
         perturber.restore()
         return torch.stack([value.to(norms.gradient) for value in values])
-
-
-def _drop_gradients(parameters: Iterable[Tensor]) -> None:
-    for p in parameters:
-        p.grad = None
 
 
 def _unit_radii(opt: SAM) -> tuple[float, ...]:

@@ -12,17 +12,15 @@ from torch.optim import Optimizer
 
 from flatmin.core import checks, ddp, dtensor
 from flatmin.core.batch_split import Batch, call_with, split_batch
-from flatmin.core.checks import MIGRATION, Direction, Settings, check_generator, check_rho
+from flatmin.core.checks import MIGRATION, Closure, Direction, Settings, check_generator, check_rho
 from flatmin.core.compat import check_not_in_grad_scaler, is_checkpoint
-from flatmin.core.gradients import GradientSum
 from flatmin.core.joint_optimizer import as_one, bases_of
-from flatmin.core.micro_batches import micro_batch_gradient, put_reduced
 from flatmin.core.optimizer_wrapper import NotCompiledContext, OptimizerWrapper, not_compiled, with_own_hooks
 from flatmin.core.rng import direction_generator
 from flatmin.core.step_functions import CombineFunction
-from flatmin.core.step_passes import FUNCTION_KEYS, GENERATOR_KEY, RHO_KEY, Closure, FirstPass, Share, StepPasses
-from flatmin.core.step_state import PerturbedPass, SAMMetrics, StepState, plain_metrics
-from flatmin.core.two_passes import perturbed_block
+from flatmin.core.step_gradient import PerturbedPass, closure_gradient, micro_batch_gradient, perturbed_block
+from flatmin.core.step_passes import FUNCTION_KEYS, GENERATOR_KEY, RHO_KEY, FirstPass, StepPasses
+from flatmin.core.step_state import SAMMetrics, StepState
 
 
 class SAM(OptimizerWrapper):
@@ -460,26 +458,7 @@ class SAM(OptimizerWrapper):
         self, closure: Closure, ascent: Closure | None = None, first: FirstPass | None = None
     ) -> Tensor:
         """Run the passes of one closure, and return the loss."""
-        passes, state = self._passes, self._state
-        if not self.needs_perturbed_pass:
-            state.marks.revoke_step()
-            state.metrics = plain_metrics(passes.run(closure, reduce=True))
-            return state.metrics.loss
-        settings, weight = self.settings, self.settings.correction_weight()
-        if settings.mixes_gradients and ascent is not None:
-            mixing = (
-                "combine needs" if settings.combine is not None else f"a correction of weight {weight:g} is added to"
-            )
-            raise ValueError(
-                f"ascent has no gradient of the closure at w, which {mixing}. Use "
-                "step_batch(part=...) or rest= to save passes, or leave out weight and combine."
-            )
-        # What is made of gradients of this worker alone is reduced afterwards.
-        is_local = settings.combine is not None and not settings.sync_perturbation and ddp.is_parallel()
-        share = Share(GradientSum(list(passes.parameters())), 1.0, weight) if weight != 1.0 or is_local else None
-        state.metrics, loss = passes.sam_gradient(closure, ascent=ascent, share=share, first=first)
-        if share is not None:
-            put_reduced(passes, share.total)
+        self._state.metrics, loss = closure_gradient(self._passes, closure, ascent, first)
         return loss
 
     def _micro_batch_gradient(self, closures: list[Closure], rest: Closure | None, shares: list[float]) -> Tensor:

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -12,17 +12,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from flatmin.core import ddp
-from flatmin.core.checks import Settings, check_rho, keep_loss
+from flatmin.core.checks import Closure, Settings, check_rho, keep_loss
 from flatmin.core.flat_buffers import VectorOf
-from flatmin.core.gradients import GradientSum
+from flatmin.core.gradients import GradientSum, drop_gradients
 from flatmin.core.joint_optimizer import has_momentum, momentum_in
 from flatmin.core.pass_state import ModelState, PassState, has_running_statistics
 from flatmin.core.replay import Replay
 from flatmin.core.step_functions import StepFunction, combine_gradients, kept_gradients
 from flatmin.core.step_state import SAMMetrics, StepState
 from flatmin.core.weight_perturber import AscentNorms
-
-Closure = Callable[[], Any]
 
 # In the first parameter group, because that is what checkpoints keep, torch.distributed's too.
 GENERATOR_KEY = "sam_generator"
@@ -74,7 +72,7 @@ class StepPasses:
         self.direction = StepFunction("direction", settings.direction) if callable(settings.direction) else None
         self.combine = None if settings.combine is None else StepFunction("combine", settings.combine)
         self.functions = [function for function in (self.direction, self.combine) if function is not None]
-        self.replay = Replay(self.parameters, lambda: state.model, lambda: state.marks.num_backwards() > 0)
+        self.replay = Replay(self)
 
     def sam_gradient(
         self,
@@ -105,7 +103,7 @@ class StepPasses:
                     first.start.restore()
                 self.run(ascent or closure, reduce=settings.sync_perturbation)
                 norms = norms._replace(perturbation=self._ascend(self.radii(), several=True).perturbation)
-                self._drop_gradients()
+                drop_gradients(self.parameters())
             if first is not None:
                 first.start.restore()
             # A function of reduced gradients needs both of them reduced.
@@ -148,7 +146,7 @@ class StepPasses:
             norms = self._ascend(radii, several)
             if share is not None and share.weight != 1.0:
                 share.total.take(share.share * (1 - share.weight))
-            self._drop_gradients()
+            drop_gradients(self.parameters())
             yield norms
         finally:
             state.perturber.restore()
@@ -275,10 +273,6 @@ class StepPasses:
             mixes = weight != 1.0 or self.combine is not None
             return mixes or has_running_statistics(self.state.model)
         return self.settings.follows_gradient
-
-    def _drop_gradients(self) -> None:
-        for p in self.parameters():
-            p.grad = None
 
     def _has_gradient(self, radii: list[float]) -> bool:
         groups = [group for group, radius in zip(self.base.param_groups, radii, strict=True) if radius > 0]

@@ -1,13 +1,11 @@
 """What of a SAM optimizer changes while it trains, and what each step measures along the way."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from flatmin.core.checks import keep_loss
 from flatmin.core.gradients import GradientMarks
 from flatmin.core.weight_perturber import WeightPerturber
 
@@ -44,36 +42,6 @@ class SAMMetrics:
         Above 0.3 at the start the radius is too large.
         """
         return self.sharpness / self.loss
-
-
-@dataclass
-class PerturbedPass:
-    """What ``with opt.perturbed(loss) as second:`` yields: set ``second.loss`` to have ``metrics.sharpness``."""
-
-    loss: Tensor | None = None
-
-
-def two_pass_metrics(loss: Tensor | None, perturbed_loss: Tensor | None, known: SAMMetrics) -> SAMMetrics:
-    """Return metrics with the losses that the user gave."""
-    first = known.loss if loss is None else keep_loss(loss)
-    second = known.perturbed_loss if perturbed_loss is None else keep_loss(perturbed_loss)
-    sharpness = known.sharpness if loss is None or perturbed_loss is None else second - first
-    return SAMMetrics(first, second, sharpness, known.grad_norm, known.perturbation_norm)
-
-
-def plain_metrics(loss: Tensor) -> SAMMetrics:
-    """Return the metrics of a step without a perturbation."""
-    return SAMMetrics(loss=loss, perturbation_norm=loss.new_zeros(()))
-
-
-def weighted_mean(metrics: Sequence[SAMMetrics], shares: Sequence[float]) -> SAMMetrics:
-    """Return the mean of the metrics of several micro-batches; the shares sum to 1."""
-
-    def mean(name: str) -> Tensor:
-        values = [getattr(one, name) * share for one, share in zip(metrics, shares, strict=True)]
-        return torch.stack(values).sum()
-
-    return SAMMetrics(**{f.name: mean(f.name) for f in fields(SAMMetrics)})
 
 
 @dataclass

@@ -2,17 +2,19 @@
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flatmin.core.check_pass import check_pass
-from flatmin.core.checks import shares_of
+from flatmin.core.checks import Closure, shares_of
 from flatmin.core.optimizer_wrapper import with_own_hooks
 from flatmin.core.rho_finder import suggest_rho
 from flatmin.core.sam import SAM
+
+Kind = TypeVar("Kind", bound=SAM)
 
 
 class DeferredSAM(SAM):
@@ -24,11 +26,7 @@ class DeferredSAM(SAM):
     Example:
         >>> w = nn.Parameter(torch.tensor([1.0]))
         >>> opt = DeferredSAM(torch.optim.SGD([w], lr=0.1), rho=0.5)
-        >>> def closure():
-        ...     opt.zero_grad()
-        ...     loss = (w**2).sum() / 2
-        ...     loss.backward()
-        ...     return loss
+        >>> closure = opt._closure(lambda x: (x * w**2).sum() / 2, torch.ones(1))
         >>> opt.compute_gradient(closure)
         tensor(0.5000)
         >>> w.grad
@@ -39,11 +37,7 @@ class DeferredSAM(SAM):
     """
 
     def compute_gradient(
-        self,
-        closure: Callable[[], Any],
-        *,
-        rest: Callable[[], Any] | None = None,
-        weights: Sequence[float] | None = None,
+        self, closure: Closure, *, rest: Closure | None = None, weights: Sequence[float] | None = None
     ) -> Tensor | None:
         """Run all passes of a step, and return its loss; the arguments are as in :meth:`flatmin.SAM.step`."""
         self._state.marks.revoke_step()
@@ -55,7 +49,7 @@ class DeferredSAM(SAM):
         return loss
 
     @with_own_hooks
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Closure | None = None) -> Any:  # type: ignore[override]
         """Take the base optimizer's step; a closure is called once before it, and has to compute the gradient.
 
         One that returns None skips the step, as in Lightning.
@@ -64,26 +58,6 @@ class DeferredSAM(SAM):
         if closure is None or loss is not None:
             self._step_ready()
         return loss
-
-
-def check_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of SAM, with a radius of 0 for "auto"; or raise, before there is a model."""
-    settings = dict(settings)
-    part = settings.pop("part", 1.0)
-    if isinstance(part, bool) or not isinstance(part, int | float) or not 0 < part <= 1:
-        raise ValueError(
-            f"part must be a number in (0, 1], got {part!r}: the share of the batch that SAM is applied to."
-        )
-    if "model" in settings or "base" in settings:
-        raise TypeError("The trainer passes SAM its model and base optimizer. Leave `model` and `base` out.")
-    if settings.get("rho") == "auto":
-        settings["rho"] = 0.0
-        if settings.get("direction", "gradient") in ("random", "momentum"):
-            raise ValueError(
-                f'rho="auto" follows the gradient, not direction={settings["direction"]!r}: give a number.'
-            )
-    SAM(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), **settings)
-    return settings
 
 
 class RhoSearch:
@@ -123,27 +97,68 @@ class RhoSearch:
         self._num_left -= 1
 
 
-def check_base(base: Optimizer) -> None:
-    """Raise if an optimizer is a SAM already."""
-    if isinstance(base, SAM):
-        raise TypeError(
-            "The optimizer is a SAM already, and would be wrapped in another one. Return its base optimizer instead."
-        )
+class TrainerSettings:
+    """The settings of SAM that a trainer was given, checked before there is a model, and what they ask of first steps.
 
+    Args:
+        settings: SAM's, where ``rho`` may be "auto", and ``part``, the share of the batch that SAM is applied to.
+        check: whether to check at the first step that the pass can be repeated.
+    """
 
-def require_repeatable(sam: SAM, run: Callable[[], Any]) -> None:
-    """Raise if a pass cannot be repeated. What it changes besides is not reported: models fill caches at first."""
-    check = check_pass(sam, run)
-    if not check:
-        raise ValueError(f"check=True: {check}")
+    def __init__(self, settings: Mapping[str, Any], *, check: bool) -> None:
+        self.sam = dict(settings)
+        self.part = part = self.sam.pop("part", 1.0)
+        self.is_auto = self.sam.get("rho") == "auto"
+        if isinstance(part, bool) or not isinstance(part, int | float) or not 0 < part <= 1:
+            raise ValueError(
+                f"part must be a number in (0, 1], got {part!r}: the share of the batch that SAM is applied to."
+            )
+        if "model" in self.sam or "base" in self.sam:
+            raise TypeError("The trainer passes SAM its model and base optimizer. Leave `model` and `base` out.")
+        if self.is_auto:
+            self.sam["rho"] = 0.0
+            if self.sam.get("direction", "gradient") in ("random", "momentum"):
+                raise ValueError(
+                    f'rho="auto" follows the gradient, not direction={self.sam["direction"]!r}: give a number.'
+                )
+        SAM(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), **self.sam)
+        self.check = check
+        self._checked: SAM | None = None
+        self.begin()
 
+    def begin(self) -> None:
+        """Begin a training: a search for the radius that did not end before is not continued."""
+        self._search: RhoSearch | None = None
 
-def warn_if_rho_differs(sam: SAM, rho: float) -> None:
-    """Warn if a checkpoint has replaced the radius that was asked for."""
-    if sam.rho != rho:
-        warnings.warn(
-            f"The checkpoint has rho={sam.rho:g}, which replaces rho={rho:g}, as it replaces the learning rate. To "
-            "train with another radius, assign to `rho` of the optimizer when training starts.",
-            UserWarning,
-            stacklevel=3,
-        )
+    def wrap(self, base: Optimizer, kind: type[Kind], model: nn.Module | None = None) -> Kind:
+        """Return a SAM around an optimizer, or raise if it is one already."""
+        if isinstance(base, SAM):
+            raise TypeError(
+                "The optimizer is a SAM already, and would be wrapped in another one. Return its base optimizer "
+                "instead."
+            )
+        return kind(base, model=model, **self.sam)
+
+    def before_gradient(self, sam: SAM, run: Closure, scaler: Any | None) -> None:
+        """Check at the first step that a pass can be repeated, and set the radius of ``rho="auto"`` at the first ones.
+
+        What the pass changes besides is not reported: models fill caches at first.
+        """
+        if self.check and self._checked is not sam:
+            check = check_pass(sam, run)
+            if not check:
+                raise ValueError(f"check=True: {check}")
+            self._checked = sam
+        if self.is_auto:
+            self._search = self._search or RhoSearch(sam)
+            self._search.measure(run, scaler)
+
+    def warn_if_rho_differs(self, sam: SAM, rho: float) -> None:
+        """Warn if a checkpoint has replaced the radius that was asked for."""
+        if not self.is_auto and sam.rho != rho:
+            warnings.warn(
+                f"The checkpoint has rho={sam.rho:g}, which replaces rho={rho:g}, as it replaces the learning rate. To "
+                "train with another radius, assign to `rho` of the optimizer when training starts.",
+                UserWarning,
+                stacklevel=3,
+            )

@@ -6,15 +6,8 @@ from typing import Any, Literal
 
 from flatmin.core.batch_split import split_batch
 from flatmin.core.sam import SAM
-from flatmin.integrations.deferred_step import (
-    DeferredSAM,
-    RhoSearch,
-    check_base,
-    check_settings,
-    require_repeatable,
-    warn_if_rho_differs,
-)
-from flatmin.integrations.records import RecordedPass, UnrecordedPass, recording_modules
+from flatmin.integrations.deferred_step import DeferredSAM, TrainerSettings
+from flatmin.integrations.records import RecordedPass, UnrecordedPass
 
 try:
     import lightning.pytorch as pl
@@ -62,41 +55,36 @@ class SAMCallback(pl.Callback):
         check: bool = False,
         **settings: Any,
     ) -> None:
-        self.settings = check_settings({"rho": rho, "part": part, **settings})
-        self.rho, self.part, self.log_metrics, self.check = rho, part, log, check
+        self.settings = TrainerSettings({"rho": rho, "part": part, **settings}, check=check)
+        self.log_metrics = log
         self.optimizers: list[SAM] = []
         self._piece: Any | None = None  # what training_step sees in place of the batch
         self._is_silent = False  # training_step does not log
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Wrap the optimizers: the strategy has made them, and no checkpoint has been restored yet."""
-        automatic = pl_module.automatic_optimization
+        automatic, settings = pl_module.automatic_optimization, self.settings
         _check_trainer(trainer, automatic)
-        if self.part < 1 and not automatic:
+        if settings.part < 1 and not automatic:
             raise ValueError(
-                f"part={self.part} needs automatic optimization: with manual optimization, training_step decides which "
-                "examples each pass sees."
+                f"part={settings.part} needs automatic optimization: with manual optimization, training_step decides "
+                "which examples each pass sees."
             )
-        if self.rho == "auto" and not automatic:
+        if settings.is_auto and not automatic:
             raise ValueError('rho="auto" needs automatic optimization. Use flatmin.suggest_rho, and pass a number.')
-        if self.check and not automatic:
+        if settings.check and not automatic:
             raise ValueError("check=True needs automatic optimization. Call flatmin.check_pass in training_step.")
-        for base in trainer.strategy.optimizers:
-            check_base(base)
         kind = DeferredSAM if automatic else _ManualSAM
-        self.optimizers = [kind(base, model=trainer.model, **self.settings) for base in trainer.strategy.optimizers]
+        self.optimizers = [settings.wrap(base, kind, trainer.model) for base in trainer.strategy.optimizers]
         trainer.strategy.optimizers = list(self.optimizers)  # the setter makes Lightning's wrappers
         if automatic:
             self._patch(pl_module)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Compare the radius with the checkpoint's, which has been restored by now."""
-        self._is_checked = not self.check
+        self.settings.begin()
         for sam in self.optimizers:
-            if self.rho == "auto":
-                self._search = RhoSearch(sam)
-            else:
-                warn_if_rho_differs(sam, self.settings["rho"])
+            self.settings.warn_if_rho_differs(sam, self.settings.sam["rho"])
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         """Log what the step measured."""
@@ -106,7 +94,7 @@ class SAMCallback(pl.Callback):
             suffix = f"_{i}" if len(self.optimizers) > 1 else ""
             pl_module.log(f"sharpness{suffix}", sam.metrics.sharpness)
             pl_module.log(f"grad_norm{suffix}", sam.metrics.grad_norm)
-            if self.rho == "auto":
+            if self.settings.is_auto:
                 pl_module.log(f"rho{suffix}", sam.rho)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -144,13 +132,14 @@ class SAMCallback(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, *args: Any) -> None:
         """Keep the batch, to split it."""
-        self._batch: Any = batch if self.part < 1 else None
+        self._batch: Any = batch if self.settings.part < 1 else None
 
     def _compute_gradient(self, sam: Any, closure: Any, pl_module: pl.LightningModule) -> Any:
         """Run SAM's passes; Lightning reads the outputs of ``training_step`` from its closure, and gets them at w."""
         outputs = None
 
         def run(piece: Any | None, silent: bool) -> Any:
+            nonlocal outputs
             self._piece, self._is_silent = piece, silent
             try:
                 loss = closure()
@@ -158,30 +147,22 @@ class SAMCallback(pl.Callback):
                 self._piece, self._is_silent = None, False
             if loss is None:
                 raise _BatchSkippedError
+            if not silent:
+                outputs = closure._result
             return loss
 
         def pass_on(piece: Any | None, silent: bool = False) -> RecordedPass:
-            def run_and_keep_outputs() -> Any:
-                nonlocal outputs
-                loss = run(piece, silent or recorded.is_repeated)
-                if not recorded.is_repeated:
-                    outputs = closure._result
-                return loss
-
-            recorded = RecordedPass(run_and_keep_outputs, modules)
+            recorded = RecordedPass(lambda: run(piece, silent or recorded.is_repeated), modules)
             return recorded
 
-        modules = list(recording_modules(pl_module))
-        split = split_batch(self._batch, self.part, None) if self.part < 1 else None
+        # What may keep records; torch's own layers do not.
+        modules = [m for m in pl_module.modules() if not type(m).__module__.startswith("torch.nn.")]
+        split = split_batch(self._batch, self.settings.part, None) if self.settings.part < 1 else None
         part = None if split is None else split.micro_batches[0]
         try:
             silent_pass = UnrecordedPass(lambda: run(part, silent=True), modules)
-            if not self._is_checked:
-                require_repeatable(sam, silent_pass)
-                self._is_checked = True
-            if self.rho == "auto":
-                scaler = getattr(pl_module.trainer.precision_plugin, "scaler", None)
-                self._search.measure(silent_pass, scaler)
+            scaler = getattr(pl_module.trainer.precision_plugin, "scaler", None)
+            self.settings.before_gradient(sam, silent_pass, scaler)
             if split is None or split.rest is None or not sam.needs_perturbed_pass:
                 loss = sam.compute_gradient(pass_on(None))
             else:

@@ -1,7 +1,7 @@
 """What passes write into Python objects (counters, lists, metrics) is kept once per step."""
 
 import collections
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -109,8 +109,3 @@ class RecordedPass:
             return self._run()
         finally:
             after.restore()
-
-
-def recording_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """Return the modules that may keep records; torch's own layers do not."""
-    return (module for module in model.modules() if not type(module).__module__.startswith("torch.nn."))

@@ -10,14 +10,7 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from flatmin.core.batch_split import split_batch
-from flatmin.integrations.deferred_step import (
-    DeferredSAM,
-    RhoSearch,
-    check_base,
-    check_settings,
-    require_repeatable,
-    warn_if_rho_differs,
-)
+from flatmin.integrations.deferred_step import DeferredSAM, TrainerSettings
 from flatmin.integrations.records import RecordedPass, UnrecordedPass
 
 Inputs = Mapping[str, Any]
@@ -57,10 +50,7 @@ class SAMMixin(_Trainer):
     """
 
     def __init__(self, *args: Any, sam: Mapping[str, Any] | None = None, check: bool = False, **kwargs: Any) -> None:
-        self.sam_settings = check_settings(sam or {})
-        self._part = (sam or {}).get("part", 1.0)
-        self._is_auto = (sam or {}).get("rho") == "auto"
-        self._is_checked = not check
+        self.sam_settings = TrainerSettings(sam or {}, check=check)
         for kind in type(self).__mro__:
             if kind.__name__ in SAMPLING:
                 raise TypeError(
@@ -68,7 +58,6 @@ class SAMMixin(_Trainer):
                     "first one. Use SAM with SFTTrainer, DPOTrainer or RewardTrainer, or a plain Trainer here."
                 )
         self._micro_batches: list[Inputs] = []
-        self._search: RhoSearch | None = None
         super().__init__(*args, **kwargs)
         if getattr(self, "is_deepspeed_enabled", False):
             raise ValueError(
@@ -81,16 +70,14 @@ class SAMMixin(_Trainer):
         base = super().create_optimizer(*args, **kwargs)
         # When training continues, this is Accelerate's wrapper of our SAM.
         if not isinstance(getattr(base, "optimizer", base), DeferredSAM):
-            check_base(base)
-            self.optimizer = self.sam = DeferredSAM(base, **self.sam_settings)
-        self._search = None
+            self.optimizer = self.sam = self.sam_settings.wrap(base, DeferredSAM)
+        self.sam_settings.begin()
         return self.optimizer
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         rho = self.sam.rho
         super()._load_optimizer_and_scheduler(checkpoint)
-        if not self._is_auto:
-            warn_if_rho_differs(self.sam, rho)
+        self.sam_settings.warn_if_rho_differs(self.sam, rho)
 
     def training_step(
         self, model: nn.Module, inputs: Inputs, num_items_in_batch: Tensor | int | None = None
@@ -117,18 +104,14 @@ class SAMMixin(_Trainer):
             return RecordedPass(lambda: self._run(model, pieces, num_items, share), [self])
 
         whole = [_Piece(inputs, share=1.0) for inputs in micro_batches]
-        splits = [split_batch(dict(inputs), self._part, None) for inputs in micro_batches if self._part < 1]
+        share = self.sam_settings.part
+        splits = [split_batch(dict(inputs), share, None) for inputs in micro_batches if share < 1]
         parts = [_Piece(s.micro_batches[0], share=s.sizes[0] / sum(s.sizes)) for s in splits]
         rests = [_Piece(s.rest, share=s.sizes[1] / sum(s.sizes)) for s in splits if s.rest is not None]
         num_examples = [sum(s.sizes[0] for s in splits), sum(sum(s.sizes[1:]) for s in splits)]
         part, rest = (count / sum(num_examples) if rests else 1.0 for count in num_examples)
         unrecorded = UnrecordedPass(lambda: self._run(model, parts or whole, num_items, part), [self])
-        if not self._is_checked:
-            require_repeatable(self.sam, unrecorded)
-            self._is_checked = True
-        if self._is_auto:
-            self._search = self._search or RhoSearch(self.sam)
-            self._search.measure(unrecorded, self.accelerator.scaler)
+        self.sam_settings.before_gradient(self.sam, unrecorded, self.accelerator.scaler)
         if not rests or not self.sam.needs_perturbed_pass:
             return self.sam.compute_gradient(pass_on(whole, 1.0))
         return self.sam.compute_gradient(pass_on(parts, part), rest=pass_on(rests, rest), weights=[part, rest])
@@ -138,7 +121,7 @@ class SAMMixin(_Trainer):
         if "loss" in logs and hasattr(self, "sam"):
             metrics = self.sam.metrics
             logs |= {"sharpness": metrics.sharpness.item(), "sam_grad_norm": metrics.grad_norm.item()}
-            logs |= {"rho": self.sam.rho} if self._is_auto else {}
+            logs |= {"rho": self.sam.rho} if self.sam_settings.is_auto else {}
         super().log(logs, *args, **kwargs)
 
     def _run(self, model: nn.Module, pieces: list["_Piece"], num_items: Any, share: float) -> Tensor:
@@ -151,16 +134,13 @@ class SAMMixin(_Trainer):
         self.sam.zero_grad()
         no_sync = getattr(model, "no_sync", contextlib.nullcontext)  # of DistributedDataParallel
         num_micro_batches: float = self.current_gradient_accumulation_steps  # type: ignore[has-type]
+        num_items = num_items if share == 1 or num_items is None else num_items * share
         losses = []
         try:
             for i, piece in enumerate(pieces):
                 self.current_gradient_accumulation_steps = num_micro_batches * share / piece.share
                 with no_sync() if i < len(pieces) - 1 else contextlib.nullcontext():
-                    losses.append(
-                        super().training_step(
-                            model, piece.inputs, num_items if share == 1 or num_items is None else num_items * share
-                        )
-                    )
+                    losses.append(super().training_step(model, piece.inputs, num_items))
         finally:
             self.current_gradient_accumulation_steps = num_micro_batches
         return torch.stack(losses).sum()

@@ -1,8 +1,6 @@
 """How flat is a minimum: m-sharpness, Hessian spectra, loss landscapes, the bound, predictive power."""
 
-from flatmin.measures.cosine import sam_update_cosine
-from flatmin.measures.ggn import GGNOperator
-from flatmin.measures.hessian import HessianOperator
+from flatmin.measures.curvature import GGNOperator, HessianOperator, sam_update_cosine
 from flatmin.measures.landscape import Landscape, loss_landscape
 from flatmin.measures.pac_bayes import Bound, pac_bayes_bound
 from flatmin.measures.predictive import Score, predictive_power

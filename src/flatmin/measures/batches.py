@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatmin.core.unchanged import generators_unchanged
+from flatmin.core.pass_state import generators_unchanged
 
 Batch = tuple[Any, Any]
 """Inputs (a tensor, or a tuple or dict of tensors) and targets, all with the examples along dimension 0."""
@@ -126,8 +126,11 @@ def digest(tensors: Iterable[Tensor]) -> str:
 
 
 @contextmanager
-def full_float32() -> Iterator[None]:
-    """Turn off TF32, which rounds the factors of products to 10 bits: small differences of losses would be lost."""
+def measuring(data: object = None) -> Iterator[None]:
+    """Measure in full float32, and leave every random state as it was.
+
+    TF32 would round the factors of products to 10 bits, and small differences of losses would be lost.
+    """
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
     flags: list[tuple[Any, str, Any]] = [(cuda.matmul, "allow_tf32", False), (cudnn, "allow_tf32", False)]
     if hasattr(cudnn, "conv"):  # since torch 2.9
@@ -136,17 +139,11 @@ def full_float32() -> Iterator[None]:
     try:
         for owner, name, value in flags:
             setattr(owner, name, value)
-        yield
+        with preserve_rng_state(data):
+            yield
     finally:
         for (owner, name, _), value in zip(flags, before, strict=True):
             setattr(owner, name, value)
-
-
-@contextmanager
-def measuring(data: object = None) -> Iterator[None]:
-    """Measure in full float32, and leave every random state as it was."""
-    with preserve_rng_state(data), full_float32():
-        yield
 
 
 def preserve_rng_state(data: object = None) -> AbstractContextManager[None]:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -15,40 +15,33 @@ from torch import Tensor, nn
 
 from flatmin.measures import plots
 from flatmin.measures.batches import Batch, digest, leaves, measuring
-from flatmin.measures.hessian import HessianOperator
+from flatmin.measures.curvature import HessianOperator
 from flatmin.measures.objective import LossFn, NoErrorRateError, Objective
 from flatmin.measures.parameters import Params, parameter_names, unflatten, unwrapped
 from flatmin.measures.points import Index, PointCache, Progress
 from flatmin.measures.spectrum import top_eigenvalues
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 CENTRE_TOLERANCE = 1e-3  # far above rounding, on any machine; far below what another loss or model gives
 
 
 @dataclass(frozen=True)
 class Landscape:
-    r"""The loss and accuracy on a grid of points :math:`w + a_i d_1 (+ a_j d_2)`.
-
-    Attributes:
-        loss: (points,) or (points, points), with i first; one more dimension in front if there were several
-            models.
-        accuracy: the same; NaN where the outputs are not a classifier's.
-        coordinates: a, ascending, with an exact 0 in the middle.
-        labels: a name for each model.
-        directions: "random" or "hessian".
-    """
+    """The loss and accuracy on a grid of points :math:`w + a_i d_1 (+ a_j d_2)`."""
 
     loss: np.ndarray
+    """Of shape (points,) or (points, points), with i first; with several models, one more dimension in front."""
     accuracy: np.ndarray
+    """In the same shape; NaN where the outputs are not a classifier's."""
     coordinates: np.ndarray
+    """The values of a, ascending, with an exact 0 in the middle."""
     labels: tuple[str, ...]
+    """A name for each model."""
     directions: str
+    """Either "random" or "hessian"."""
 
     def plot(
         self, kind: Literal["contour", "surface"] = "contour", metric: Literal["loss", "accuracy"] = "loss"
-    ) -> "Figure":
+    ) -> "plots.Figure":
         """Return a matplotlib figure: curves in 1-D, contours or surfaces in 2-D, models on one scale."""
         return plots.landscape(self, kind, metric)
 

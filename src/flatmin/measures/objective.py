@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from flatmin.measures.batches import Batch, check_batch, check_data, measuring, pieces, rows, tree_map
 from flatmin.measures.checks import check_model, check_same_on_every_pass
 from flatmin.measures.double_backward import TwiceDifferentiable
-from flatmin.measures.parameters import Params, flatten, parameter_names, unwrapped, working_dtype
+from flatmin.measures.parameters import Params, flatten, parameter_names, unwrapped
 
 LossFn = Callable[[Any, Any], Tensor]
 Result = TypeVar("Result")
@@ -78,7 +78,7 @@ class Objective:
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         self._parameters = [parameters[name] for name in self.names]
         self.device = self._parameters[0].device
-        self.dtype = working_dtype(self._parameters)
+        self.dtype = torch.float64 if any(p.dtype == torch.float64 for p in self._parameters) else torch.float32
         # On a CPU, convolutions are a third faster on images laid out with the channels last.
         convolves = any(isinstance(m, nn.Conv2d) for m in self.model.modules())
         self.channels_last = convolves and self.device.type == "cpu" and self.dtype == torch.float32
@@ -146,33 +146,12 @@ class Objective:
         *,
         error: bool = False,
         size: int | None = None,
-    ) -> Value:
-        """Return the mean loss (and error rate) at these weights, on all data or on some batches."""
-        return self._mean(weights, batches, error, size)
-
-    def gradient(
-        self,
-        weights: Sequence[Tensor],
-        batches: Iterable[Batch] | None = None,
-        *,
-        error: bool = False,
-        size: int | None = None,
-    ) -> tuple[Value, Tensor]:
-        """Return the value and the gradient, flattened, at these weights, on all data or on some batches."""
-        leaves = [w.detach().requires_grad_() for w in weights]
-        total = torch.zeros(sum(w.numel() for w in weights), dtype=self.dtype, device=self.device)
-        value = self._mean(leaves, batches, error, size, total)
-        return value, (self.reduced(total) if batches is None else total).div_(value.num_examples)
-
-    def _mean(
-        self,
-        weights: Sequence[Tensor],
-        batches: Iterable[Batch] | None,
-        error: bool,
-        size: int | None,
         gradient: Tensor | None = None,
     ) -> Value:
-        """Return the mean loss (and error rate); add the sum of the examples' gradients to ``gradient`` if given."""
+        """Return the mean loss (and error rate) at these weights, on all data or on some batches.
+
+        With ``gradient``, the sum of the examples' gradients in the weights, which are leaves, is added to it.
+        """
         losses, errors, num_examples = 0.0, 0.0, 0
         with measuring(self.data), torch.set_grad_enabled(gradient is not None):
             state = self.state(weights)
@@ -195,6 +174,20 @@ class Objective:
         sums = self.reduced(torch.tensor([losses, errors], dtype=wide, device=self.device))
         loss_mean, error_mean = (sums / self.num_examples).tolist()
         return Value(loss_mean, error_mean, self.num_examples)
+
+    def gradient(
+        self,
+        weights: Sequence[Tensor],
+        batches: Iterable[Batch] | None = None,
+        *,
+        error: bool = False,
+        size: int | None = None,
+    ) -> tuple[Value, Tensor]:
+        """Return the value and the gradient, flattened, at these weights, on all data or on some batches."""
+        leaves = [w.detach().requires_grad_() for w in weights]
+        total = torch.zeros(sum(w.numel() for w in weights), dtype=self.dtype, device=self.device)
+        value = self.value(leaves, batches, error=error, size=size, gradient=total)
+        return value, (self.reduced(total) if batches is None else total).div_(value.num_examples)
 
     def reduced(self, tensor: Tensor) -> Tensor:
         """Return the sum over the ranks of the group, in place; the tensor itself if there is no group."""
@@ -244,7 +237,6 @@ def error_rate(outputs: Any, targets: Any) -> float:
     """Return the fraction of wrong predictions: the largest output (dimension 1) is not the target's.
 
     Example:
-        >>> import torch
         >>> error_rate(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1]))
         0.5
     """

@@ -3,7 +3,7 @@ r"""The PAC-Bayesian bound of the paper (Appendix A), term by term."""
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch.distributed as dist
 from torch import nn
@@ -15,46 +15,41 @@ from flatmin.measures.objective import LossFn, Objective
 from flatmin.measures.parameters import Params
 from flatmin.measures.sharpness import rise_in_ball
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 RANGE_TOLERANCE = 1e-6  # a mean of clipped losses may exceed their bound by rounding
 
 
 @dataclass(frozen=True)
 class Bound:
-    r"""An estimate of a bound on the expected loss that holds with probability 1 - delta.
+    """An estimate of a bound on the expected loss that holds with probability 1 - delta.
 
     It is an estimate because ascent finds a lower bound of the largest loss in the ball, and because the
     theorem assumes that Gaussian noise on the weights does not lower the expected loss.
-
-    Attributes:
-        loss: on the data, at the weights.
-        sharp_loss: the largest found within the ball.
-        weight_term: :math:`k \log(1 + \frac{\|w\|^2}{\rho^2} (1 + \sqrt{\log(n) / k})^2)`.
-        confidence_term: :math:`4 \log(n / \delta)`.
-        union_term: :math:`8 \log(6n + 3k)`, from the union over the widths of the prior.
-        complexity: the range of the loss times the root of the sum of the three terms over n - 1.
-        total: sharp_loss + complexity.
-        vacuous: whether total exceeds the range and says nothing new.
-        loss_range: the largest value of the loss; the smallest is 0.
-        num_examples: n.
-        num_weights: k.
-        weight_norm: :math:`\|w\|_2`.
     """
 
     loss: float
+    """The loss on the data, at the weights."""
     sharp_loss: float
+    """The largest loss found within the ball."""
     weight_term: float
+    r""":math:`k \log(1 + \frac{\|w\|^2}{\rho^2} (1 + \sqrt{\log(n) / k})^2)`."""
     confidence_term: float
+    r""":math:`4 \log(n / \delta)`."""
     union_term: float
+    r""":math:`8 \log(6n + 3k)`, from the union over the widths of the prior."""
     complexity: float
+    """The range of the loss times the root of the sum of the three terms over n - 1."""
     total: float
+    """The estimate, ``sharp_loss + complexity``."""
     vacuous: bool
+    """Whether total exceeds the range and says nothing new."""
     loss_range: float
+    """The largest value of the loss; the smallest is 0."""
     num_examples: int
+    """The number n of examples."""
     num_weights: int
+    """The number k of weights."""
     weight_norm: float
+    r""":math:`\|w\|_2`."""
 
     def __str__(self) -> str:
         verdict = f"vacuous: above the range of the loss, {self.loss_range:g}" if self.vacuous else "not vacuous"
@@ -63,7 +58,7 @@ class Bound:
             f"(complexity); {verdict}"
         )
 
-    def plot(self) -> "Figure":
+    def plot(self) -> "plots.Figure":
         """Return a matplotlib figure of the terms of the bound, next to the range of the loss."""
         return plots.bound(self)
 

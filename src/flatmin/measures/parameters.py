@@ -42,11 +42,6 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return inner if isinstance(inner, nn.Module) else model
 
 
-def working_dtype(parameters: Sequence[Tensor]) -> torch.dtype:
-    """Return the dtype to measure in: float32, or float64 where a weight has it."""
-    return torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
-
-
 def flatten(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Return the tensors as one vector, in order."""
     return torch.cat([t.reshape(-1).to(dtype) for t in tensors])

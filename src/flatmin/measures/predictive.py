@@ -4,14 +4,10 @@ import itertools
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from flatmin.measures import plots
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 Set = tuple[int, ...]
 MEASURES_AT_ONCE = 64
@@ -20,27 +16,23 @@ MEASURES_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class Score:
-    """How well a measure predicts the gap.
-
-    Attributes:
-        score: the competition's, in [0, 1]: the smallest of ``per_set`` over the sets of two hyperparameters.
-        null_low: the 2.5 % quantile of the score when the measure is shuffled among the models.
-        null_high: the 97.5 % quantile; a score below it is not evidence.
-        kendall_tau: the rank correlation of the measure and the gap, in [-1, 1]; it keeps the sign.
-        per_set: the normalized conditional mutual information for every set of at most two hyperparameters,
-            by their positions; NaN where the set leaves nothing to predict. Their smallest is the score of
-            Jiang et al. (2019).
-        num_models: how many models it is from.
-    """
+    """How well a measure predicts the gap."""
 
     score: float
+    """The competition's, in [0, 1]: the smallest of ``per_set`` over the sets of two hyperparameters."""
     null_low: float
+    """The 2.5 % quantile of the score when the measure is shuffled among the models."""
     null_high: float
+    """The 97.5 % quantile; a score below it is not evidence."""
     kendall_tau: float
+    """The rank correlation of the measure and the gap, in [-1, 1]; it keeps the sign."""
     per_set: dict[Set, float]
+    """The normalized conditional mutual information for every set of at most two hyperparameters, by their positions;
+    NaN where the set leaves nothing to predict. Their smallest is the score of Jiang et al. (2019)."""
     num_models: int
+    """How many models it is from."""
 
-    def plot(self) -> "Figure":
+    def plot(self) -> "plots.Figure":
         """Return a matplotlib figure of every set's information, the score and the permutation null."""
         return plots.score(self)
 

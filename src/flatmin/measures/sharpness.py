@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import torch.distributed as dist
@@ -17,37 +17,31 @@ from flatmin.measures.checks import check_count, check_finite, check_metric
 from flatmin.measures.objective import LossFn, Objective, Value
 from flatmin.measures.parameters import Params, flatten, unflatten
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 @dataclass(frozen=True)
 class Sharpness:
-    r"""The m-sharpness of a model.
-
-    Attributes:
-        mean: the mean over the subsets, weighted by their sizes.
-        standard_error: of the mean; NaN where there is one subset only.
-        per_subset: the sharpness of each subset, in the data's order (rank by rank with a group).
-        sizes: the number of examples of each subset.
-        value: the metric at the weights themselves, over all data.
-        rho: the radius of the ball.
-        m: the number of examples in a subset; the last one may be short.
-        p: the norm of the ball.
-        metric: "loss" or "error".
-    """
+    """The m-sharpness of a model."""
 
     mean: float
+    """The mean over the subsets, weighted by their sizes."""
     standard_error: float
+    """The standard error of the mean; NaN where there is one subset only."""
     per_subset: np.ndarray
+    """The sharpness of each subset, in the data's order (rank by rank with a group)."""
     sizes: np.ndarray
+    """The number of examples of each subset."""
     value: float
+    """The metric at the weights themselves, over all data."""
     rho: float
+    """The radius of the ball."""
     m: int
+    """The number of examples in a subset; the last one may be short."""
     p: float
+    """The norm of the ball."""
     metric: str
+    """Either "loss" or "error"."""
 
-    def plot(self) -> "Figure":
+    def plot(self) -> "plots.Figure":
         """Return a matplotlib figure of the subsets' sharpness and their mean."""
         return plots.sharpness(self)
 
@@ -128,7 +122,8 @@ def m_sharpness(
         model, loss_fn, data, params=params, group=group, allow_nondeterministic=allow_nondeterministic
     )
     m = _check_m(objective, m)
-    ascent = _Ascent(objective, _scale(objective, rho, eta), p, steps, metric, chunk_size)
+    scale = adaptive_scale(flatten(objective.weights(), objective.dtype), rho, eta)
+    ascent = _Ascent(objective, scale, p, steps, metric, chunk_size)
     if m == objective.num_examples:
         rises = [ascent.sharpness(None)]
     else:
@@ -178,11 +173,6 @@ class _Ascent:
         moved = direction + step
         project_([moved], self.p)
         return moved
-
-
-def _scale(objective: Objective, rho: float, eta: float | None) -> Tensor | float:
-    """Return T: rho, or ASAM's rho (|w| + eta)."""
-    return adaptive_scale(flatten(objective.weights(), objective.dtype), rho, eta)
 
 
 def rise_in_ball(objective: Objective, *, rho: float, steps: int, metric: str) -> tuple[float, Value]:

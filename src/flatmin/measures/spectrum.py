@@ -3,7 +3,7 @@ r"""The spectrum of a Hessian: its largest or smallest eigenvalues, and its dens
 import math
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -13,27 +13,21 @@ from flatmin.measures import plots
 from flatmin.measures.checks import check_count, check_operator
 from flatmin.measures.lanczos import Krylov, Operator, random_normal, random_signs
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 @dataclass(frozen=True)
 class Eigenvalues:
-    r"""Eigenvalues at one end of a spectrum, and their vectors.
-
-    Attributes:
-        values: the k largest, algebraically, in descending order, or the k smallest in ascending order; float64.
-        vectors: of norm 1, in the columns of a tensor (dim, k).
-        residuals: :math:`\lVert H v - \lambda v \rVert_2` of each pair, by Lanczos' recurrence.
-        converged: whether every residual is below tol times the eigenvalue's magnitude (or at rounding).
-        num_products: how many Hessian-vector products it took.
-    """
+    """Eigenvalues at one end of a spectrum, and their vectors."""
 
     values: np.ndarray
+    """The k largest, algebraically, in descending order, or the k smallest in ascending order; float64."""
     vectors: Tensor
+    """The eigenvectors, of norm 1, in the columns of a tensor (dim, k)."""
     residuals: np.ndarray
+    r""":math:`\lVert H v - \lambda v \rVert_2` of each pair, by Lanczos' recurrence."""
     converged: bool
+    """Whether every residual is below tol times the eigenvalue's magnitude (or at rounding)."""
     num_products: int
+    """How many Hessian-vector products it took."""
 
     def ratio(self, first: int, second: int) -> float:
         r"""Return :math:`\lambda_{first} / \lambda_{second}`, counted from 1, as in the paper."""
@@ -42,7 +36,7 @@ class Eigenvalues:
                 raise ValueError(f"{name} must be in 1..{len(self.values)} (eigenvalues count from 1), got {index}.")
         return float(self.values[first - 1] / self.values[second - 1])
 
-    def plot(self) -> "Figure":
+    def plot(self) -> "plots.Figure":
         """Return a matplotlib figure of the eigenvalues, with their residuals as error bars."""
         return plots.eigenvalues(self)
 
@@ -81,9 +75,8 @@ def top_eigenvalues(
         RuntimeWarning: if max_iter products did not suffice; the best values found are returned.
 
     Example:
-        >>> from torch import nn
         >>> from flatmin.measures import HessianOperator
-        >>> model = nn.Linear(3, 1, bias=False)
+        >>> model = torch.nn.Linear(3, 1, bias=False)
         >>> half_square = lambda outputs, targets: (outputs**2).mean() / 2
         >>> data = [(torch.diag(torch.tensor([3.0, 6.0, 9.0])), torch.zeros(3))]
         >>> result = top_eigenvalues(HessianOperator(model, half_square, data), k=2)
@@ -151,15 +144,12 @@ def _converged(krylov: Krylov, k: int, tol: float) -> bool:
 
 @dataclass(frozen=True)
 class SpectralDensity:
-    r"""The spectrum as a weighted sum of points, :math:`\phi(t) = \sum_i weights_i\, \delta(t - nodes_i)`.
-
-    Attributes:
-        nodes: where (ascending).
-        weights: how much of the spectrum; they sum to 1.
-    """
+    r"""The spectrum as a weighted sum of points, :math:`\phi(t) = \sum_i weights_i\, \delta(t - nodes_i)`."""
 
     nodes: np.ndarray
+    """Where the points are, ascending."""
     weights: np.ndarray
+    """How much of the spectrum each point has; they sum to 1."""
 
     def density(self, grid: np.ndarray, sigma: float) -> np.ndarray:
         r"""Return :math:`\sum_i weights_i\, \mathcal N(t; nodes_i, \sigma^2)` at every t of the grid."""
@@ -168,7 +158,7 @@ class SpectralDensity:
         z = (np.asarray(grid, dtype=float)[:, None] - self.nodes) / sigma
         return np.asarray(np.exp(-0.5 * z**2) @ self.weights / (sigma * math.sqrt(2 * math.pi)))
 
-    def plot(self, sigma: float | None = None) -> "Figure":
+    def plot(self, sigma: float | None = None) -> "plots.Figure":
         """Return a matplotlib figure of the density on a logarithmic scale."""
         return plots.spectral_density(self, sigma)
 
@@ -189,9 +179,8 @@ def spectral_density(op: Operator, *, steps: int = 80, probes: int = 4, seed: in
         seed: of the random vectors.
 
     Example:
-        >>> from torch import nn
         >>> from flatmin.measures import HessianOperator
-        >>> model = nn.Linear(2, 1, bias=False)
+        >>> model = torch.nn.Linear(2, 1, bias=False)
         >>> half_square = lambda outputs, targets: (outputs**2).mean() / 2
         >>> op = HessianOperator(model, half_square, [(torch.diag(torch.tensor([2.0, 4.0])), torch.zeros(2))])
         >>> result = spectral_density(op, probes=1)

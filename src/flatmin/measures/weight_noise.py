@@ -25,21 +25,18 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class AverageSharpness:
-    """The mean rise of the loss under random noise.
-
-    Attributes:
-        mean: the mean over the draws.
-        standard_error: of the mean, over the draws; NaN where there is one draw only.
-        per_draw: the rise of each draw, the mean over both of its signs.
-        value: the loss at the weights themselves.
-        rho: the norm of the noise.
-    """
+    """The mean rise of the loss under random noise."""
 
     mean: float
+    """The mean over the draws."""
     standard_error: float
+    """The standard error of the mean, over the draws; NaN where there is one draw only."""
     per_draw: np.ndarray
+    """The rise of each draw, the mean over both of its signs."""
     value: float
+    """The loss at the weights themselves."""
     rho: float
+    """The norm of the noise."""
 
 
 def average_sharpness(
@@ -116,23 +113,20 @@ def average_sharpness(
 
 @dataclass(frozen=True)
 class NoiseEffect:
-    r"""How much Gaussian noise on the weights raises the error rate.
-
-    Attributes:
-        error: the error rate at the weights.
-        rise: the mean of :math:`\mathrm{err}(w + \epsilon) - \mathrm{err}(w)` over draws and examples.
-        half_width: half of its 95 % confidence interval, which covers both the draws and the examples.
-        sigma: the standard deviation of the noise of each weight.
-        num_draws: how many perturbations were drawn.
-        num_examples: how many examples.
-    """
+    """How much Gaussian noise on the weights raises the error rate."""
 
     error: float
+    """The error rate at the weights."""
     rise: float
+    r"""The mean of :math:`\mathrm{err}(w + \epsilon) - \mathrm{err}(w)` over draws and examples."""
     half_width: float
+    """Half of its 95 % confidence interval, which covers both the draws and the examples."""
     sigma: float
+    """The standard deviation of the noise of each weight."""
     num_draws: int
+    """How many perturbations were drawn."""
     num_examples: int
+    """How many examples."""
 
 
 def proof_sigma(rho: float, *, n: int, k: int) -> float:
