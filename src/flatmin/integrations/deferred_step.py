@@ -26,7 +26,11 @@ class DeferredSAM(SAM):
     Example:
         >>> w = nn.Parameter(torch.tensor([1.0]))
         >>> opt = DeferredSAM(torch.optim.SGD([w], lr=0.1), rho=0.5)
-        >>> closure = opt._closure(lambda x: (x * w**2).sum() / 2, torch.ones(1))
+        >>> def closure():
+        ...     opt.zero_grad()
+        ...     loss = (w**2).sum() / 2
+        ...     loss.backward()
+        ...     return loss
         >>> opt.compute_gradient(closure)
         tensor(0.5000)
         >>> w.grad
