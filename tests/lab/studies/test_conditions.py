@@ -11,19 +11,9 @@ from flatmin.lab.foret2021.tables.error_reduction import compared_methods
 from flatmin.lab.foret2021.tables.from_scratch import table1_conditions
 from flatmin.lab.runs.record import Records, RunRecord
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
-from flatmin.lab.studies.conditions import (
-    SEEDS,
-    TUNING_SEED,
-    Condition,
-    Method,
-    baselines,
-    condition_results,
-    no_tuning,
-    sam_and_small_m,
-    with_rates,
-    with_rho,
-)
+from flatmin.lab.studies.conditions import SEEDS, TUNING_SEED, Condition, condition_results
 from flatmin.lab.studies.findings import Cell, Comparison
+from flatmin.lab.studies.methods import Method, baselines, no_tuning, sam_and_small_m, with_rates, with_rho
 from flatmin.lab.studies.printed import Claimed
 from flatmin.lab.studies.study import describe, run_study
 from invented_runs import cells, invented, invented_findings, invented_runs

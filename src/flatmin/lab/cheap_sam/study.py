@@ -10,26 +10,26 @@ correction over all arms of all conditions).
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from flatmin.lab.cheap_sam.arms import BASE, LOOKS, SAM, conditions, cost_in_passes
 from flatmin.lab.cheap_sam.rules import ABOUT, CUT, EARLIER, KEPT, RULES
 from flatmin.lab.foret2021 import protocol
-from flatmin.lab.foret2021.scales import replica_seeds
-from flatmin.lab.studies.condition_tables import GATE, setting_of
+from flatmin.lab.studies.condition_tables import gated, setting_of
 from flatmin.lab.studies.conditions import (
     MethodResult,
     at_best_epoch,
-    condition_jobs,
+    by_condition,
     condition_results,
+    conditions_item,
+    replica_seeds,
 )
-from flatmin.lab.studies.contrasts import Contrast, Family, OneSided
+from flatmin.lab.studies.contrasts import Family, OneSided
 from flatmin.lab.studies.contrasts import mean as mean_of
 from flatmin.lab.studies.findings import Cell, Findings, LineFigure, Row, Series, Table, Verdict, own_settings
 from flatmin.lab.studies.replicas import runs_of
 from flatmin.lab.studies.statistics import Interval, mean_and_interval
-from flatmin.lab.studies.study import Groups, Item, Known, Scale
+from flatmin.lab.studies.study import Known, Scale
 
 TITLE, SOURCE = "SAM at nearly the cost of SGD", "Our own study, not in the paper"
 
@@ -42,25 +42,18 @@ class Point(NamedTuple):
     error: Interval
 
 
-def cheap_sam_jobs(scale: Scale, known: Known) -> Groups:
-    """Return all arms in all conditions."""
-    return condition_jobs(conditions(scale), known, "cheap-sam", replica_seeds(scale))
-
-
 def results_of(scale: Scale, known: Known) -> list[list[MethodResult]]:
     """Return what is known of all arms, condition by condition."""
-    seeds = replica_seeds(scale)
-    return [condition_results([condition], known, "cheap-sam", seeds) for condition in conditions(scale)]
+    return by_condition(condition_results(conditions(scale), known, "cheap-sam", replica_seeds(scale)))
 
 
-def cheap_sam(scale: Scale, known: Known) -> Findings:
+def cheap_sam(scale: Scale, all_entries: Sequence[MethodResult]) -> Findings:
     """Say which arms keep SAM's gain."""
-    results = results_of(scale, known)
-    tested = [(entry, _kept(entry, entries), entries) for entries in results for entry in _tested(entries)]
+    results = by_condition(all_entries)
+    tested = [(e, _kept(e, own), own) for own in results for e in own if LOOKS[e.method.name].is_cheap]
     family = Family(contrast for _, contrast, _ in tested)
     begun = [entries for entries in results if points_of(entries)]
     complete = [entries for entries in begun if is_complete(entries)]
-    chosen = [r.chosen for entries in results for r in entries if r.chosen is not None]
     return Findings(
         item="cheap-sam",
         scale=scale,
@@ -70,7 +63,7 @@ def cheap_sam(scale: Scale, known: Known) -> Findings:
         tables=[*([_choice_table(complete)] if complete else []), *(_table(entries) for entries in begun)],
         figures=[_pareto_figure(entries) for entries in complete],
         verdicts=[_verdict(entry, contrast, family, entries) for entry, contrast, entries in tested],
-        hyperparameters=own_settings(chosen),
+        hyperparameters=own_settings([e.chosen for e in all_entries if e.chosen is not None]),
         planned=[_claim(entry, entries) for entry, _, entries in tested],
         rules=RULES if scale == "laptop" else (),
         notes=[EARLIER] if scale == "laptop" else [],
@@ -91,10 +84,6 @@ def reference(entries: Sequence[MethodResult]) -> MethodResult:
     """Return the method whose gain counts: SAM with one eps for the batch, or with the paper's m where that is not."""
     by_name = _by_name(entries)
     return by_name.get(SAM) or by_name[protocol.SAM_WITH_M]
-
-
-def _tested(entries: Sequence[MethodResult]) -> list[MethodResult]:
-    return [e for e in entries if LOOKS[e.method.name].is_cheap]
 
 
 def cost_of(entry: MethodResult) -> float | None:
@@ -135,31 +124,13 @@ def _verdict(entry: MethodResult, contrast: OneSided, family: Family, entries: S
     if contrast.waits:
         return verdict
     notes = (_by_name(entries)[BASE].unfit_note, reference(entries).gate_note, entry.gate_note)
-    gate = "; ".join(note for note in notes if note is not None)
-    if gate:
-        return replace(verdict, status="not tested at this scale", evidence=f"{GATE} {gate}. {verdict.evidence}")
-    if verdict.status == "reproduced":
-        return replace(verdict, status="kept")
-    excess = mean_and_interval(contrast.differences)
-    return replace(verdict, status="not kept") if excess.mean - excess.half_width > 0 else verdict
-
-
-def _to_reference(entry: MethodResult, entries: Sequence[MethodResult]) -> Contrast:
-    sam = reference(entries)
-    return Contrast(
-        quantity="test error, %",
-        lower_name=entry.method.name,
-        higher_name=sam.method.name,
-        lower=entry.values("test_error"),
-        higher=sam.values("test_error"),
-        num_asked=len(entry.replicas.records),
-        runs=runs_of(e.replicas for e in (sam, entry)),
-    )
+    return gated(contrast.kept(verdict), notes)
 
 
 def sam_gains(entries: Sequence[MethodResult]) -> bool:
     """Return whether SAM's gain is known well enough to divide by: its 95 % interval is within half of it."""
-    differences = _to_reference(_by_name(entries)[BASE], entries).differences
+    base, sam = _by_name(entries)[BASE], reference(entries)
+    differences = base.lower_than(sam, "test error, %", "test_error").differences
     gain = mean_and_interval(differences) if differences else Interval(0.0, math.inf)
     return gain.mean > 2 * gain.half_width
 
@@ -175,11 +146,7 @@ def share_of_gain(means: Mapping[str, float], name: str, sam: str = SAM) -> str:
 
 
 def _table(entries: Sequence[MethodResult]) -> Table:
-    means = {
-        e.method.name: mean_of(values.values())
-        for e in entries
-        if (values := e.values("test_error")) and e.incomplete_reason is None
-    }
+    means = {p.name: p.error.mean for p in points_of(entries)}
     sam, gains = reference(entries).method.name, sam_gains(entries)
     rows: list[Row] = []
     for entry in sorted(entries, key=lambda e: math.inf if cost_of(e) is None else cost_of(e) or 0.0):
@@ -187,16 +154,16 @@ def _table(entries: Sequence[MethodResult]) -> Table:
         known = {name, BASE, sam} <= means.keys()
         difference: Cell | str = ""
         if known and name != sam:
-            contrast = _to_reference(entry, entries)
-            interval = mean_and_interval(contrast.differences)
-            by_seed = tuple(contrast.differences)
-            difference = Cell(measured=interval, unit="points", values=by_seed, runs=contrast.runs)
+            contrast = entry.lower_than(reference(entries), "test error, %", "test_error")
+            values = tuple(contrast.differences)
+            difference = Cell(measured=mean_and_interval(values), unit="points", values=values, runs=contrast.runs)
         rows.append(
             [
                 name,
                 "" if passes is None else f"{passes:.4g}",
                 entry.chosen.optim.rho_text if entry.chosen is not None and entry.chosen.optim.uses_sam else "",
-                *_cells(entry),
+                entry.cell("test_error"),
+                entry.replicas.cell_of(entry.values("train_error")),
                 share_of_gain(means, name, sam) if known and gains else "",
                 difference,
             ]
@@ -212,16 +179,6 @@ def _table(entries: Sequence[MethodResult]) -> Table:
         note=f"{shared}rho, in units of the suggestion, was chosen on the validation split. SAM is “{sam}” here."
         f"{'' if gains else wide}",
     )
-
-
-def _cells(entry: MethodResult) -> list[Cell]:
-    """Return test and training error; the epoch that counts is the best on validation where training stops early."""
-    note = entry.incomplete_reason or entry.edge_note
-    errors, fits = (dict(sorted(entry.values(name).items())) for name in ("test_error", "train_error"))
-    return [
-        entry.replicas.cell_of(errors, note=note if errors else None, unit="%"),
-        entry.replicas.cell_of(fits, unit="%"),
-    ]
 
 
 def pareto_front(points: Sequence[Point]) -> list[Point]:
@@ -255,7 +212,7 @@ def _choice_table(results: Sequence[Sequence[MethodResult]]) -> Table:
         by_name = _by_name(entries)
         for point in pareto_front(points_of(entries)):
             entry = by_name[point.name]
-            error = entry.replicas.cell_of(dict(sorted(entry.values("test_error").items())), unit="%")
+            error = entry.replicas.cell_of(entry.values("test_error"))
             rows.append([entries[0].condition.name, f"{point.cost:.4g}", point.name, error, LOOKS[point.name].code])
     return Table(
         title="Which to use: the lowest error for what you can spend",
@@ -289,4 +246,4 @@ def _series(name: str, points: Sequence[Point], **look: Any) -> Series:
     return Series(name=name, x=x, y=y, hover=names, **look)
 
 
-CHEAP_SAM = Item(name="cheap-sam", title=TITLE, source=SOURCE, jobs=cheap_sam_jobs, findings=cheap_sam)
+CHEAP_SAM = conditions_item("cheap-sam", TITLE, SOURCE, conditions, cheap_sam)

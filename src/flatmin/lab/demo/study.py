@@ -106,6 +106,9 @@ def demo(scale: Scale, known: Known) -> Findings:
     asked = replicas_of(demo_jobs(scale, known), known)
     models = {noise: {m: replace(asked[noise, m], name=m) for m in METHODS} for noise in NOISE_RATES}
     settings = demo_settings()
+    chosen = settings["chosen"]
+    tuned = {"model": chosen["network"], "learning rate": chosen["lr"]}
+    tuned |= {f"rho, {_labels(float(noise))}": rho for noise, rho in chosen["rho"].items()}
     contrasts = [(noise, contrast) for noise in NOISE_RATES for contrast in _contrasts(models[noise])]
     family = Family([contrast for _, contrast in contrasts])
     judged = [verdict(noise, contrast, family) for noise, contrast in contrasts]
@@ -119,14 +122,7 @@ def demo(scale: Scale, known: Known) -> Findings:
         tables=[_results(models), _tuning(settings)],
         figures=[figure for noise in reversed(NOISE_RATES) for figure in _figures(models[noise], noise)],
         verdicts=judged,
-        hyperparameters=[
-            Hyperparameter(name="model", value=settings["chosen"]["network"], source="validation"),
-            Hyperparameter(name="learning rate", value=settings["chosen"]["lr"], source="validation"),
-            *(
-                Hyperparameter(name=f"rho, {_labels(float(noise))}", value=rho, source="validation")
-                for noise, rho in settings["chosen"]["rho"].items()
-            ),
-        ],
+        hyperparameters=[Hyperparameter(name=name, value=v, source="validation") for name, v in tuned.items()],
         notes=NOTES,
     )
 

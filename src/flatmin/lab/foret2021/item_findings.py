@@ -5,19 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 from flatmin.lab.foret2021.claims.figures import CLAIMS, said_in_text
-from flatmin.lab.foret2021.scales import (
-    CUTS,
-    NUM_CURVATURE_REPLICAS,
-    PAPER_SUMMARY,
-    SMOKE_SUMMARY,
-    TABLE8_REPLICAS,
-    laptop_summary,
-    replica_seeds,
-)
+from flatmin.lab.foret2021.scales import CUTS, NUM_CURVATURE_REPLICAS, TABLE8_REPLICAS, about_scale
 from flatmin.lab.foret2021.sources import HYPERPARAMETERS
 from flatmin.lab.spec.experiment import Experiment
 from flatmin.lab.studies.condition_tables import condition_tables
-from flatmin.lab.studies.conditions import NUM_REPLICAS, Condition, MethodResult, condition_jobs, condition_results
+from flatmin.lab.studies.conditions import NUM_REPLICAS, Condition, MethodResult, conditions_item
 from flatmin.lab.studies.contrasts import Contrast
 from flatmin.lab.studies.findings import Findings, Hyperparameter, Table, own_settings
 from flatmin.lab.studies.statistics import detectable_effect
@@ -53,11 +45,6 @@ def power_note(item: str, scale: Scale) -> list[str]:
     ]
 
 
-def about_scale(item: str, scale: Scale) -> str:
-    """Return what differs from the paper's experiment."""
-    return {"paper": PAPER_SUMMARY, "laptop": laptop_summary(item), "smoke": SMOKE_SUMMARY}[scale]
-
-
 def hyperparameters(
     item: str, scale: Scale, experiments: Sequence[Experiment], *more: tuple[str, object]
 ) -> Sequence[Hyperparameter]:
@@ -65,10 +52,13 @@ def hyperparameters(
     return HYPERPARAMETERS[item] if scale == "paper" else own_settings(experiments, *more)
 
 
-def findings(item: str, scale: Scale, *, notes: Sequence[str] = (), **shown: Any) -> Findings:
+def findings(
+    item: str, scale: Scale, *, notes: Sequence[str] = (), rules: Sequence[str] = (), **shown: Any
+) -> Findings:
     """Return findings with what all items have in common.
 
-    ``notes`` follow the notes on the paper's claims; ``shown`` are verdicts, tables, figures and others.
+    ``notes`` follow the notes on the paper's claims; ``rules`` are those of the laptop's registered protocol, if any,
+    and are followed by its power; ``shown`` are verdicts, tables, figures and others.
     """
     claims = CLAIMS[item]
     common = {"title": claims.title, "source": claims.source, "about_scale": about_scale(item, scale)}
@@ -77,6 +67,7 @@ def findings(item: str, scale: Scale, *, notes: Sequence[str] = (), **shown: Any
         item=item,
         scale=scale,
         notes=[*claims.notes, *notes, *power_note(item, scale), *said_in_text(item)],
+        rules=[*rules, *power_note(item, scale)] if rules and scale == "laptop" else [],
         cut=CUTS.get(item, ()) if scale == "laptop" else (),
     )
 
@@ -99,15 +90,8 @@ def table_findings(
     given = HYPERPARAMETERS[item] if scale == "paper" else ()
     shown = condition_tables(entries, claims, scale, hyperparameters=given, further=further, **shape)
     said = [f'The paper says: "{s.claim}" {s.own_numbers}' for s in claims.statements]
-    found = findings(item, scale, **shown)
-    return replace(
-        found, tables=[*found.tables, *more], notes=[*said, *found.notes], rules=rules_of(item, scale, rules)
-    )
-
-
-def rules_of(item: str, scale: Scale, rules: Sequence[str]) -> list[str]:
-    """Return the rules of a registered protocol, with its power; nothing if there are none."""
-    return [*rules, *power_note(item, scale)] if rules else []
+    found = findings(item, scale, rules=rules, **shown)
+    return replace(found, tables=[*found.tables, *more], notes=[*said, *found.notes])
 
 
 def table_item(
@@ -119,14 +103,10 @@ def table_item(
 ) -> Item:
     """Return a table as an item: its conditions, claims on several of them, its shape, and runs that come first."""
 
-    def jobs(scale: Scale, known: Known) -> Groups:
-        return {**first(scale), **condition_jobs(conditions(scale), known, name, replica_seeds(scale))}
-
-    def findings_of(scale: Scale, known: Known) -> Findings:
-        entries = condition_results(conditions(scale), known, name, replica_seeds(scale))
+    def findings_of(scale: Scale, entries: Sequence[MethodResult]) -> Findings:
         return table_findings(name, scale, entries, further(entries), **shape(scale))
 
-    return item(name, jobs, findings_of)
+    return conditions_item(name, CLAIMS[name].title, CLAIMS[name].source, conditions, findings_of, first)
 
 
 def item(name: str, jobs: Callable[[Scale, Known], Groups], findings_of: Callable[[Scale, Known], Findings]) -> Item:

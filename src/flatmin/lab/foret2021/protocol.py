@@ -6,18 +6,13 @@ factors of what `flatmin.suggest_rho` says before the first step, and the grid g
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
-from flatmin.lab.studies.conditions import (
-    FACTORS,
-    MAX_EXTENSIONS,
-    Candidates,
-    Method,
-    double_epochs,
-    no_tuning,
-    with_m,
-    with_rho,
-)
+from flatmin.lab.studies import methods
+from flatmin.lab.studies.conditions import MAX_EXTENSIONS
+from flatmin.lab.studies.methods import FACTORS, Method, no_tuning, with_factors, with_m
+from flatmin.lab.studies.study import Scale
 
 M, PART = 16, 1 / 8
 """The paper's m is an eighth of the batch; so is the part of cheap SAM."""
@@ -65,27 +60,21 @@ def _start(data: Data) -> Experiment:
     return Experiment(data=data, model=Model(name="wrn-10-2"), optim=Optim(), epochs=200, evaluate_every=200)
 
 
+def table_shape(scale: Scale, label_columns: Sequence[str], rules: Sequence[str] = RULES) -> dict[str, Any]:
+    """Return what tables by this protocol show: its metrics on a laptop, and its rules."""
+    return {"label_columns": label_columns, "rules": rules, "metrics": METRICS if scale == "laptop" else METRICS[:1]}
+
+
 def baselines(m: int | None = None) -> tuple[Method, Method]:
     """Return SGD and SGD for twice as many epochs; by micro-batches of m as a control for batch norm if m is given."""
-    if m is None:
-        sgd = Method(name="SGD", candidates=no_tuning)
-    else:
-        sgd = Method(name=f"SGD, m = {m}", candidates=with_m(m), after="SGD")
-    return sgd, double_epochs(sgd)
+    return methods.baselines(no_tuning) if m is None else methods.baselines(with_m(m), f"SGD, m = {m}", "SGD")
 
 
 def sam(against: Sequence[Method], m: int | None = None, part: float = 1.0) -> Method:
     """Return SAM with one eps for the batch, one for every m examples, or on a part of the batch."""
     name = SAM_WITH_M if m else "SAM on 1/8" if part < 1 else "SAM"
-    rivals = tuple(method.name for method in against)
-    return Method(
-        name=name, candidates=with_factors(m, part), after="SGD", against=(rivals,), extends=True, ours=part < 1
-    )
-
-
-def with_factors(m: int | None = None, part: float = 1.0) -> Candidates:
-    """Return SAM with each factor of the suggested rho, in the setting of the baseline."""
-    return with_rho([f"{factor:g}x" for factor in FACTORS], m, part)
+    rivals, candidates = tuple(method.name for method in against), with_factors(m=m, part=part)
+    return Method(name=name, candidates=candidates, after="SGD", against=(rivals,), extends=True, ours=part < 1)
 
 
 def all_arms() -> tuple[Method, ...]:

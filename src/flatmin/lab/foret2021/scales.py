@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
-from flatmin.lab.studies.conditions import SEEDS, best_candidate, tuning_job
+from flatmin.lab.studies.conditions import best_candidate, replica_seeds, tuning_job
 from flatmin.lab.studies.study import Known, Scale
 from flatmin.lab.sweeps.jobs import Job
 from flatmin.lab.sweeps.measurements import Measurement
@@ -67,14 +67,6 @@ CUTS: dict[str, tuple[str, ...]] = {
 def small_images(experiment: Experiment) -> Experiment:
     """Return an experiment on images of `SMALL_IMAGE_SIZE`."""
     return replace(experiment, data=replace(experiment.data, image_size=SMALL_IMAGE_SIZE))
-
-
-SMOKE_SEEDS = (0, 1)
-
-
-def replica_seeds(scale: Scale) -> tuple[int, ...]:
-    """Return the seeds of independent replicas."""
-    return SMOKE_SEEDS if scale == "smoke" else SEEDS
 
 
 def smoke(model: str) -> Experiment:
@@ -186,6 +178,7 @@ FIGURES_SUMMARY = (
 )
 
 
-def laptop_summary(item: str) -> str:
-    """Return what differs from the paper's experiment on a laptop."""
-    return next((summary for items, summary in LAPTOP_SUMMARIES.items() if item in items), FIGURES_SUMMARY)
+def about_scale(item: str, scale: Scale) -> str:
+    """Return what differs from the paper's experiment."""
+    laptop = next((summary for items, summary in LAPTOP_SUMMARIES.items() if item in items), FIGURES_SUMMARY)
+    return {"paper": PAPER_SUMMARY, "laptop": laptop, "smoke": SMOKE_SUMMARY}[scale]

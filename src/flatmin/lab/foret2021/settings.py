@@ -13,8 +13,8 @@ from flatmin.lab.foret2021.claims.tables import FINETUNING_DATASETS
 from flatmin.lab.spec.datasets import dataset_info
 from flatmin.lab.spec.experiment import Augment, Data, Experiment, Model, Optim
 from flatmin.lab.studies.conditions import NUM_REPLICAS as NUM_REPLICAS
-from flatmin.lab.studies.conditions import VALIDATION as VALIDATION
 from flatmin.lab.studies.cost import BIRDSNAP
+from flatmin.lab.studies.methods import VALIDATION as VALIDATION
 from flatmin.lab.studies.printed import table_rows
 
 RHO_GRID = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
@@ -47,10 +47,9 @@ def paper(
         32
     """
     coded = model.startswith(("wrn-", "shake-shake-", "pyramidnet-"))
+    augment: Augment = "basic" if dataset in SMALL_IMAGES else "imagenet"
     return Experiment(
-        data=Data(name=dataset, augment="basic", batch_size=batch_size, drop_last=DROP_LAST)
-        if dataset in SMALL_IMAGES
-        else Data(name=dataset, augment="imagenet", batch_size=batch_size, drop_last=DROP_LAST),
+        data=Data(name=dataset, augment=augment, batch_size=batch_size, drop_last=DROP_LAST),
         model=Model(name=model, design="reference" if coded else "standard"),
         optim=Optim(
             lr=lr,

@@ -9,10 +9,11 @@ from typing import Any
 
 from flatmin.lab.report.answer import answer
 from flatmin.lab.report.figures import ForestFigure, inline_svg, standalone_svg, svg, x_text, y_text
-from flatmin.lab.report.runs import ERRORS, environment_of, error_of, named_runs, num_missing, session_text
+from flatmin.lab.report.runs import ERRORS, environment_of, named_runs, num_missing, session_text
 from flatmin.lab.report.tables import NOTHING, effect_text, number_text, plural, setting_text, shown_table
 from flatmin.lab.runs.record import RunRecord
 from flatmin.lab.studies.findings import Cell, Comparison, Findings, LineFigure, SurfaceFigure, Verdict
+from flatmin.lab.studies.replicas import metric
 from flatmin.lab.studies.statistics import SIGNIFICANT, Interval, p_text
 from flatmin.lab.sweeps.progress import time_text
 
@@ -68,7 +69,7 @@ def about_runs(findings: Sequence[Findings], records: dict[str, RunRecord]) -> s
     text = f"{items}{plural(states['finished'], 'finished run')}"
     if total:
         text += f" ({time_text(total)} of training)"
-    entries = [entry for one in findings for table in one.tables for row in table.rows for entry in row]
+    entries = [entry for one in findings for table in one.tables for entry in table.entries]
     if any(isinstance(entry, Cell) and entry.claimed is not None for entry in entries):
         text += ". The paper's numbers are next to the measured ones"
     return f"{text}. Every number links to the runs behind it."
@@ -125,7 +126,6 @@ def _overview(findings: Sequence[Findings], anchors: Sequence[str], records: dic
     forest = []
     claims = [(one, anchor, verdict) for one, anchor in zip(findings, anchors, strict=True) for verdict in one.verdicts]
     for number, (one, anchor, verdict) in enumerate(claims, 1):
-        relative = [relative_effect(comparison) for comparison in verdict.comparisons]
         rows.append(
             {
                 "number": number,
@@ -133,12 +133,12 @@ def _overview(findings: Sequence[Findings], anchors: Sequence[str], records: dic
                 "anchor": anchor,
                 "claim": verdict.claim,
                 "status": verdict.status,
-                "effects": [_effect(c, r) for c, r in zip(verdict.comparisons, relative, strict=True)],
+                "effects": [_effect(comparison) for comparison in verdict.comparisons],
                 "cost": time_text(cost) if (cost := _cost(one, verdict, records)) else NOTHING,
             }
         )
-        for comparison, effect in zip(verdict.comparisons, relative, strict=True):
-            if effect is not None:
+        for comparison in verdict.comparisons:
+            if (effect := relative_effect(comparison)) is not None:
                 first = len(findings) > 1 and not any(row["item"] == one.item for row in rows[:-1])
                 heading = f"{one.item}\n" if first and comparison is verdict.comparisons[0] else ""
                 forest.append((f"{heading}{number}. {short_claim(verdict, comparison)}", verdict.status, effect))
@@ -173,7 +173,8 @@ def relative_effect(comparison: Comparison) -> Interval | None:
     return Interval(factor * comparison.difference.mean, factor * comparison.difference.half_width)
 
 
-def _effect(comparison: Comparison, relative: Interval | None) -> dict[str, Any]:
+def _effect(comparison: Comparison) -> dict[str, Any]:
+    relative = relative_effect(comparison)
     return {
         "text": effect_text(comparison),
         "quantity": comparison.quantity,
@@ -241,7 +242,7 @@ def _run(record: RunRecord) -> dict[str, Any]:
             NOTHING if record.experiment is None else str(record.experiment.epochs),
         ],
         "results": [
-            *(number_text(error_of(record, metric)) for metric in ERRORS),
+            *(number_text(metric(name)(record)) for name in ERRORS),
             time_text(record.time_seconds) if done else NOTHING,
         ],
         "environment": environment_of(record),

@@ -6,17 +6,17 @@ import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import matplotlib.style
 import numpy as np
 from markupsafe import Markup
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
 
 from flatmin.lab.report.tables import MINUS, interval_text
 from flatmin.lab.studies.findings import LineFigure, Series, SurfaceFigure, VerdictStatus
 from flatmin.lab.studies.statistics import Interval
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 INK = "#1b1f24"
 """Of text and axes; on the page it becomes the color of the page's text, light or dark."""
@@ -50,8 +50,6 @@ class ForestFigure:
 
 def svg(figure: LineFigure | SurfaceFigure | ForestFigure) -> str:
     """Return the figure as SVG without a background: the same bytes for the same figure."""
-    import matplotlib.style
-
     # Ids in an SVG are random but for the salt; a reader's own matplotlibrc must not change a page.
     with matplotlib.style.context(["default", STYLE]):
         buffer = io.StringIO()
@@ -75,7 +73,7 @@ def standalone_svg(text: str) -> str:
     return re.sub(r"(<svg[^>]*>)", r'\1<rect width="100%" height="100%" fill="#fff"/>', text, count=1)
 
 
-def draw(figure: LineFigure | SurfaceFigure | ForestFigure) -> "Figure":
+def draw(figure: LineFigure | SurfaceFigure | ForestFigure) -> Figure:
     """Draw a figure with matplotlib."""
     if isinstance(figure, LineFigure):
         return _draw_lines(figure)
@@ -93,9 +91,7 @@ def y_text(figure: LineFigure, series: Series, index: int) -> str:
     return interval_text(Interval(float(series.y[index]), half_width), "%" if "%" in figure.y_label else "")
 
 
-def _draw_lines(figure: LineFigure) -> "Figure":
-    from matplotlib.figure import Figure
-
+def _draw_lines(figure: LineFigure) -> Figure:
     drawn = Figure(figsize=(5.4, 3.5), layout="constrained")
     axes = drawn.add_subplot()
     drawable = False
@@ -132,11 +128,8 @@ def _draw_lines(figure: LineFigure) -> "Figure":
     return drawn
 
 
-def _draw_surfaces(figure: SurfaceFigure) -> "Figure":
+def _draw_surfaces(figure: SurfaceFigure) -> Figure:
     # Contours: heights can be read off them, and compared, better than off a surface in perspective.
-    from matplotlib.colors import LogNorm
-    from matplotlib.figure import Figure
-
     low, high = _height_range(figure)
     levels, norm = np.geomspace(low, high, NUM_LEVELS), LogNorm(low, high)
     num = len(figure.surfaces)
@@ -168,9 +161,7 @@ def _height_range(figure: SurfaceFigure) -> tuple[float, float]:
     return low, high if high > low else 10 * low
 
 
-def _draw_forest(figure: ForestFigure) -> "Figure":
-    from matplotlib.figure import Figure
-
+def _draw_forest(figure: ForestFigure) -> Figure:
     labels = ["\n".join(_plain(line, FOREST_LABEL) for line in label.split("\n")) for label, _, _ in figure.rows]
     lines = sum(label.count("\n") + 1 for label in labels)
     drawn = Figure(figsize=(7.6, 0.9 + 0.19 * lines + 0.1 * len(labels)), layout="constrained")

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import methodcaller
 from typing import Any
 
 from flatmin.lab.report.tables import NOTHING, TIMES, plural, setting_text
@@ -9,16 +10,10 @@ from flatmin.lab.runs.environment import PACKAGES
 from flatmin.lab.runs.record import Records, RunRecord, without_paths
 from flatmin.lab.spec.experiment import Experiment
 from flatmin.lab.spec.fields import plain
-from flatmin.lab.studies.findings import Cell, Comparison, Findings, LineFigure, Table
-from flatmin.lab.studies.replicas import Replicas, series_over
+from flatmin.lab.studies.findings import Cell, Findings, LineFigure, Table
+from flatmin.lab.studies.replicas import Replicas, metric, series_over
 
 ERRORS = {"train_error": "train error", "valid_error": "validation error", "test_error": "test error"}
-
-
-def error_of(record: RunRecord, metric: str) -> float | None:
-    """Return an error after the last epoch in %, or None where it was not measured."""
-    value = record.metrics.get(metric)
-    return None if value is None else 100 * float(value)
 
 
 def environment_of(record: RunRecord) -> list[str]:
@@ -55,16 +50,9 @@ def session_text(session: dict[str, Any]) -> str:
 def named_runs(findings: Findings) -> Iterator[str]:
     """Yield the name of every run in the findings, repeated as often as it is named."""
     yield from findings.runs
-    for table in findings.tables:
-        for row in table.rows:
-            for entry in row:
-                if isinstance(entry, Cell | Comparison):
-                    yield from entry.runs
-    for figure in findings.figures:
-        yield from figure.runs
-    for verdict in findings.verdicts:
-        for comparison in verdict.comparisons:
-            yield from comparison.runs
+    yield from (run for table in findings.tables for e in table.entries if not isinstance(e, str) for run in e.runs)
+    yield from (run for figure in findings.figures for run in figure.runs)
+    yield from (run for verdict in findings.verdicts for c in verdict.comparisons for run in c.runs)
 
 
 def num_missing(findings: Findings, records: dict[str, RunRecord]) -> int:
@@ -93,8 +81,8 @@ class _Group:
         return dict(_flat(without_paths(plain(self.experiment))))
 
     @property
-    def finished(self) -> list[RunRecord]:
-        return [record for record in self.records if record.state == "finished"]
+    def replicas(self) -> Replicas:
+        return Replicas(self.name, [record for record in self.records if record.state == "finished"])
 
 
 def describe_runs(known: Records) -> Findings:
@@ -106,11 +94,11 @@ def describe_runs(known: Records) -> Findings:
     groups = _by_experiment(records)
     varied = _varied_settings(groups)
     groups.sort(key=lambda group: (group.name, [_order(group.settings[name]) for name in varied]))
-    metrics = [metric for metric in ERRORS if any(error_of(record, metric) is not None for record in records)]
+    errors = {name: title for name, title in ERRORS.items() if any(metric(name)(r) is not None for r in records)}
     rows: list[list[str | Cell]] = [
-        [group.name, *_values(group, varied), *(_cell(group, metric) for metric in metrics)] for group in groups
+        [group.name, *_values(group, varied), *(_cell(group, name) for name in errors)] for group in groups
     ]
-    header = ["experiment", *_short(varied), *(ERRORS[metric] for metric in metrics)]
+    header = ["experiment", *_short(varied), *errors.values()]
     return Findings(
         item="runs",
         scale="as run",
@@ -138,15 +126,12 @@ def _by_experiment(records: Sequence[RunRecord]) -> list[_Group]:
 
 def _varied_settings(groups: Sequence[_Group]) -> list[str]:
     """Return the settings in which experiments differ, and always the epochs; labels do not change a run."""
-    values_of: dict[str, set[str]] = {}
-    for group in groups:
-        for name, value in group.settings.items():
-            values_of.setdefault(name, set()).add(repr(value))
-    apart = [name for name, values in values_of.items() if len(values) > 1 or name == "epochs"]
-    apart = [name for name in apart if name != "name"]
+    settings = [group.settings for group in groups]
+    names = [name for name in settings[0] if name != "name"] if settings else []
+    apart = [name for name in names if name == "epochs" or len({repr(own[name]) for own in settings}) > 1]
     # How often it was evaluated goes along with the epochs, and is a column only where nothing else tells two apart.
     fewer = [name for name in apart if name != "evaluate_every"]
-    told_apart = {tuple(repr(group.settings[name]) for name in fewer) for group in groups}
+    told_apart = {tuple(repr(own[name]) for name in fewer) for own in settings}
     return fewer if len(told_apart) == len(groups) else apart
 
 
@@ -172,29 +157,27 @@ def _values(group: _Group, varied: Sequence[str]) -> list[str]:
     return [NOTHING if (value := group.settings[name]) is None else setting_text(value) for name in varied]
 
 
-def _cell(group: _Group, metric: str) -> Cell:
+def _cell(group: _Group, error: str) -> Cell:
     counts = {state: sum(record.state == state for record in group.records) for state in ("failed", "not finished")}
     note = "; ".join(f"{count} of {len(group.records)} {state}" for state, count in counts.items() if count) or None
-    return Replicas(group.name, group.finished).cell(metric, note=note)
+    return group.replicas.cell(error, note=note)
 
 
 def _curves(groups: Sequence[_Group], varied: Sequence[str]) -> list[LineFigure]:
     one_name = len({group.name for group in groups}) == 1
-    series, used = [], []
+    series = []
+    used: list[str] = []
     for group in groups:
-        errors: dict[int, dict[int, float]] = {}
-        for number, record in enumerate(group.finished):
-            for line in record.history:
-                if (error := line.get("test_error")) is not None:
-                    errors.setdefault(int(line["epoch"] or 0), {})[number] = 100 * error
-        errors = {epoch: values for epoch, values in errors.items() if len(values) == len(group.finished)}
+        replicas = group.replicas
+        by_epoch = replicas.by_epoch(methodcaller("get", "test_error"))
+        errors = {epoch: values for epoch, values in by_epoch.items() if len(values) == len(replicas.records)}
         if len(errors) < 2:  # evaluated at the end only
             continue
         settings = zip(_short(varied), _values(group, varied), strict=True)
         differs = ", ".join(f"{name} {value}" for name, value in settings if value != NOTHING)
         curve = series_over(differs if one_name else f"{group.name}; {differs}", errors)
-        series.append(curve if len(group.finished) > 1 else replace(curve, half_width=None))
-        used += [record.name for record in group.finished]
+        series.append(curve if len(replicas.records) > 1 else replace(curve, half_width=None))
+        used += replicas.runs
     figure = LineFigure(
         title="Test error over training",
         x_label="epoch",

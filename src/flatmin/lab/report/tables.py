@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from flatmin.lab.studies.findings import Cell, Comparison, Table
+from flatmin.lab.studies.findings import Cell, Comparison, Entry, Table
 from flatmin.lab.studies.statistics import SIGNIFICANT, Interval, p_text
 
-TableEntry = str | Cell | Comparison
 Part = Literal["paper", "measured"]
 
 
@@ -54,7 +53,7 @@ def shown_table(table: Table) -> dict[str, Any]:
 
 def common_unit(table: Table) -> str | None:
     """Return the unit of all measured numbers, if they share one: it is printed once, in the caption."""
-    units = {entry.unit for row in table.rows for entry in row if _is_measured(entry)}  # type: ignore[union-attr]
+    units = {entry.unit for entry in table.entries if _is_measured(entry)}  # type: ignore[union-attr]
     return units.pop() if len(units) == 1 else None
 
 
@@ -63,9 +62,8 @@ def caption(table: Table) -> str:
     unit = common_unit(table)
     if not unit:
         return table.title
-    entries = [entry for row in table.rows for entry in row]
-    units = [f"measured in {unit}"] if any(isinstance(entry, Cell) and entry.measured for entry in entries) else []
-    if any(isinstance(entry, Comparison) for entry in entries):
+    units = [f"measured in {unit}"] if any(isinstance(e, Cell) and e.measured for e in table.entries) else []
+    if any(isinstance(entry, Comparison) for entry in table.entries):
         units.append(f"differences in {difference_unit(unit)}")
     return f"{table.title} ({', '.join(units)})"
 
@@ -82,11 +80,11 @@ def _parts(table: Table, number: int) -> tuple[Part, ...]:
     return (*(("paper",) if claimed else ()), *(("measured",) if any(map(_is_measured, entries)) else ()))
 
 
-def _is_measured(entry: TableEntry) -> bool:
+def _is_measured(entry: Entry) -> bool:
     return isinstance(entry, Comparison) or (isinstance(entry, Cell) and entry.measured is not None)
 
 
-def _cells(entry: TableEntry, parts: tuple[Part, ...], unit_in_caption: bool, has_parts: bool) -> list[ShownCell]:
+def _cells(entry: Entry, parts: tuple[Part, ...], unit_in_caption: bool, has_parts: bool) -> list[ShownCell]:
     begins = has_parts and bool(parts)
     if isinstance(entry, str):
         return [ShownCell(text=entry, span=max(1, len(parts)), begins=begins)]

@@ -12,29 +12,22 @@ from dataclasses import dataclass, replace
 
 from flatmin.lab.errors import SpecError
 from flatmin.lab.foret2021 import protocol
-from flatmin.lab.foret2021.scales import replica_seeds, smoke
+from flatmin.lab.foret2021.scales import smoke
 from flatmin.lab.foret2021.tables.from_scratch import svhn_fashion_conditions, table1_conditions
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
-from flatmin.lab.studies.conditions import (
-    Condition,
-    Method,
-    MethodResult,
-    better,
-    condition_jobs,
-    condition_results,
-    with_rho,
-)
+from flatmin.lab.studies.conditions import Condition, MethodResult, better, by_condition, conditions_item
 from flatmin.lab.studies.contrasts import Family, OneSided, mean
 from flatmin.lab.studies.findings import Findings, LineFigure, Row, Series, Table, Verdict, VerdictStatus, own_settings
+from flatmin.lab.studies.methods import Method, with_rho
 from flatmin.lab.studies.replicas import metric, runs_of
-from flatmin.lab.studies.statistics import SIGNIFICANT, mean_and_interval
-from flatmin.lab.studies.study import Groups, Item, Known, Scale
+from flatmin.lab.studies.statistics import SIGNIFICANT
+from flatmin.lab.studies.study import Scale
 
 KEPT = 0.9
 """The share of the tuned gain that the suggestion has to keep."""
 NEAR, MOST_OF_THEM = (0.5, 2.0), 0.8
 """Where the best factor should be, and in how many of the conditions."""
-TUNED = f"SAM, m = {protocol.M}"
+TUNED = protocol.SAM_WITH_M
 SUGGESTED, DEFAULT = f"{TUNED}, suggested rho", f"{TUNED}, rho 0.05"
 AUGMENTS = ("basic", "none")
 NOISE = (40, 80)
@@ -151,20 +144,10 @@ def _own_condition(start: Experiment, label: str, column: str) -> Condition:
     )
 
 
-def rho_rule_jobs(scale: Scale, known: Known) -> Groups:
-    """Return the runs of all conditions; most are the tables' own."""
-    return condition_jobs(conditions(scale), known, "rho-rule", replica_seeds(scale))
-
-
-def rho_rule(scale: Scale, known: Known) -> Findings:
+def rho_rule(scale: Scale, entries: Sequence[MethodResult]) -> Findings:
     """Say what the suggestion keeps of the tuned gain, and where the best factor lies."""
-    entries = condition_results(conditions(scale), known, "rho-rule", replica_seeds(scale))
-    by_condition: dict[str, list[MethodResult]] = {}
-    for entry in entries:
-        by_condition.setdefault(entry.condition.name, []).append(entry)
-    outcomes = [found for own in by_condition.values() if (found := _outcome(own)) is not None]
-    counted = [o for o in outcomes if o.gate_note is None]
-    chosen = [e.chosen for e in entries if e.chosen is not None]
+    results = by_condition(entries)
+    outcomes = [found for own in results if (found := _outcome(own)) is not None]
     return Findings(
         item="rho-rule",
         scale=scale,
@@ -172,9 +155,9 @@ def rho_rule(scale: Scale, known: Known) -> Findings:
         source=SOURCE,
         about_scale=ABOUT if scale == "laptop" else "One epoch on 40 digits: this shows that everything runs.",
         tables=[_outcome_table(outcomes)] if outcomes else [],
-        figures=_figures(list(by_condition.values()), outcomes),
-        verdicts=_verdicts(counted, f"{len(outcomes)} of {len(by_condition)}", len(outcomes) == len(by_condition)),
-        hyperparameters=own_settings(chosen),
+        figures=_figures(entries, outcomes),
+        verdicts=_verdicts(outcomes, len(results)),
+        hyperparameters=own_settings([e.chosen for e in entries if e.chosen is not None]),
         planned=[KEEPS, LIES],
         rules=RULES,
         notes=[f"Not counted: {o.name}. {o.gate_note}." for o in outcomes if o.gate_note is not None],
@@ -200,7 +183,8 @@ def _error(result: MethodResult) -> float:
     return mean(result.values("test_error").values())
 
 
-def _verdicts(counted: Sequence[Outcome], complete: str, all_complete: bool) -> list[Verdict]:
+def _verdicts(outcomes: Sequence[Outcome], num_conditions: int) -> list[Verdict]:
+    counted = [o for o in outcomes if o.gate_note is None]
     contrast = OneSided(
         quantity="error above the limit, % of the baseline's",
         lower_name="suggested rho",
@@ -211,15 +195,13 @@ def _verdicts(counted: Sequence[Outcome], complete: str, all_complete: bool) -> 
         runs=runs_of(r.replicas for o in counted for r in (o.baseline, o.tuned, o.suggested)),
     )
     near = sum(NEAR[0] <= o.factor <= NEAR[1] for o in counted)
-    evidence = f"{complete} conditions are complete, and {len(counted)} of them pass their gate"
-    if not all_complete or contrast.waits:
+    complete = f"{len(outcomes)} of {num_conditions} conditions are complete"
+    evidence = f"{complete}, and {len(counted)} of them pass their gate"
+    if len(outcomes) < num_conditions or contrast.waits:
         return [Verdict(claim=claim, status="not tested", evidence=f"{evidence}.") for claim in (KEEPS, LIES)]
-    keeps = Family([contrast]).judge(KEEPS, [contrast])
-    excess = mean_and_interval(contrast.differences)
-    lost: VerdictStatus = "not kept" if excess.mean - excess.half_width > 0 else "inconclusive"
     lies: VerdictStatus = "kept" if near >= MOST_OF_THEM * len(counted) else "not kept"
     return [
-        replace(keeps, status="kept" if keeps.status == "reproduced" else lost),
+        contrast.kept(Family([contrast]).judge(KEEPS, [contrast])),
         Verdict(claim=LIES, status=lies, evidence=f"{evidence}; the factor is in [1/2, 2] in {near}."),
     ]
 
@@ -250,12 +232,11 @@ def _outcome_table(outcomes: Sequence[Outcome]) -> Table:
     )
 
 
-def _figures(conditions_: Sequence[Sequence[MethodResult]], outcomes: Sequence[Outcome]) -> list[LineFigure]:
+def _figures(entries: Sequence[MethodResult], outcomes: Sequence[Outcome]) -> list[LineFigure]:
     """Return the test error over rho / suggestion, each condition in units of its own gain."""
     gains = {o.name: _error(o.baseline) - _error(o.tuned) for o in outcomes}
     series = []
-    for entries in conditions_:
-        tuned = next(entry for entry in entries if entry.method.name == TUNED)
+    for tuned in (entry for entry in entries if entry.method.name == TUNED):
         name, points = tuned.condition.name, {}
         for experiment, record in tuned.tried:
             error = record.metrics.get("test_error")
@@ -272,13 +253,9 @@ def _figures(conditions_: Sequence[Sequence[MethodResult]], outcomes: Sequence[O
         series=series,
         log_x=True,
         note="The runs that choose rho, one for each factor. At 1 all of the gain is lost.",
-        runs=[run for entries in conditions_ for entry in entries for run in _tried_runs(entry)],
+        runs=[record.name for entry in entries for _, record in entry.tried if record.state == "finished"],
     )
     return [figure] if series else []
 
 
-def _tried_runs(entry: MethodResult) -> list[str]:
-    return [record.name for _, record in entry.tried if record.state == "finished"]
-
-
-RHO_RULE = Item(name="rho-rule", title=TITLE, source=SOURCE, jobs=rho_rule_jobs, findings=rho_rule)
+RHO_RULE = conditions_item("rho-rule", TITLE, SOURCE, conditions, rho_rule)

@@ -1,12 +1,13 @@
 """Conditions as tables in the paper's shape, comparisons with the baseline, and verdicts."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from flatmin.lab.runs.record import RunRecord
 from flatmin.lab.spec.experiment import Experiment
-from flatmin.lab.studies.conditions import Condition, MethodResult, better, validation_error
+from flatmin.lab.studies.conditions import Condition, MethodResult, better, unit_of, validation_error
 from flatmin.lab.studies.contrasts import Contrast, Family
 from flatmin.lab.studies.findings import Cell, Hyperparameter, Row, Table, Verdict, own_settings
 from flatmin.lab.studies.printed import Claims
@@ -22,11 +23,53 @@ NOT_THE_SAME = (
 TRAINING_NOTE = "Over the last epoch, at the weights of each step, with what was trained on: noisy labels included."
 METRIC_NAMES = {"test_error": "test error", "test_top5_error": "top-5 test error", "train_error": "training error"}
 METRIC_NAMES |= {"test_loss": "test loss", "test_ece": "calibration error"}
-UNITS = {"test_loss": ""}
-"""Of metrics that are not in %."""
 OUR_METRICS = ("test_loss", "test_ece")
 """What the paper does not report: claims on it are ours."""
-GATE = "Not a test of the claim at this scale:"
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """A method that is compared with the best of its rivals in a metric."""
+
+    entry: MethodResult
+    rivals: Sequence[MethodResult]
+    metric: str
+    contrast: Contrast
+
+    @property
+    def is_ours(self) -> bool:
+        return self.metric in OUR_METRICS or any(e.method.ours for e in (self.entry, *self.rivals))
+
+    @property
+    def planned(self) -> str:
+        rivals = " or ".join(e.method.name for e in self.rivals)
+        said = f"{METRIC_NAMES[self.metric]}: {self.entry.method.name} vs. {rivals}"
+        return f"{self.entry.condition.name}: {said}{' (ours)' if self.is_ours else ''}"
+
+    def claim(self, rival: str) -> str:
+        entry = self.entry
+        return f"{entry.condition.name}: {entry.method.name} has a lower {METRIC_NAMES[self.metric]} than {rival}."
+
+    def verdict(self, family: Family) -> Verdict:
+        contrast = self.contrast
+        comparison, correction = contrast.comparison(family.p_holm(contrast)), family.correction([contrast])
+        difference, points = comparison.difference, "points" if unit_of(self.metric) else "nats"
+        size = f"{difference.mean:+.2f} ± {difference.half_width:.2f} {points} over {comparison.num_pairs} pairs"
+        verdict = Verdict(
+            claim=f"{self.claim(contrast.higher_name)}{' (ours)' if self.is_ours else ''}",
+            status=family.status(contrast),
+            evidence=f"{size}, {p_text(comparison.p_holm)}{f' ({correction})' if correction else ''}.",
+            comparisons=[comparison],
+        )
+        rival = next(e for e in self.rivals if e.method.name == contrast.higher_name)
+        return gated(verdict, (rival.unfit_note, rival.gate_note, self.entry.gate_note))
+
+
+def gated(verdict: Verdict, notes: Iterable[str | None]) -> Verdict:
+    """Return a verdict, or that the claim was not tested if there is a note on why the runs are not a test of it."""
+    why = "; ".join(note for note in notes if note is not None)
+    evidence = f"Not a test of the claim at this scale: {why}. {verdict.evidence}"
+    return replace(verdict, status="not tested at this scale", evidence=evidence) if why else verdict
 
 
 def condition_tables(
@@ -50,76 +93,48 @@ def condition_tables(
     """
     tables = []
     verdicts: list[Verdict] = []
-    compared = {metric: _contrasts(entries, metric) for metric in metrics}
-    planned = {
-        ours: [c for m, contrasts in compared.items() for e, group, c in contrasts if _is_ours(e, group, m) == ours]
-        for ours in (False, True)
-    }
-    families = {
-        False: Family([*planned[False], *(contrast for _, contrasts in further for contrast in contrasts)]),
-        True: Family(planned[True]),
-    }
+    compared = [c for metric in metrics for c in _compared(entries, metric)]
+    families = {ours: Family(c.contrast for c in compared if c.is_ours == ours) for ours in (False, True)}
+    families[False] = Family([*families[False].contrasts, *(contrast for _, group in further for contrast in group)])
     where = claims.source.partition(",")[0] + ("" if scale == "paper" else f" at {scale} scale")
+    claimed = any(e.condition.claimed for e in entries)
+    note = f"{NOTE} {NOT_THE_SAME}" if claimed and scale != "paper" else NOTE
     for metric in (*metrics, "train_error"):
-        cells = {(e.condition.name, e.method.name): _cell(e, metric, accuracy) for e in entries}
+        as_accuracy = accuracy and metric not in OUR_METRICS
+        cells = {(e.condition.name, e.method.name): e.cell(metric, accuracy=as_accuracy) for e in entries}
         if layout == "methods in columns":
             columns, rows = _methods_in_columns(entries, cells, label_columns)
         else:
             columns, rows = _methods_in_rows(entries, cells, (literature or {}) if metric in metrics else {})
-        as_accuracy = accuracy and metric not in OUR_METRICS
         what = METRIC_NAMES[metric].replace("error", "accuracy") if as_accuracy else METRIC_NAMES[metric]
-        note = _note(entries, scale) if metric in metrics else TRAINING_NOTE
-        tables.append(Table(title=f"{where}: {what}", columns=columns, rows=rows, note=note))
-        contrasts = compared.get(metric, [])
+        shown = note if metric in metrics else TRAINING_NOTE
+        tables.append(Table(title=f"{where}: {what}", columns=columns, rows=rows, note=shown))
+        own = [c for c in compared if c.metric == metric]
         for ours, family in families.items():
-            there = [(e, c) for e, group, c in contrasts if not c.waits and _is_ours(e, group, metric) == ours]
+            there = [c for c in own if not c.contrast.waits and c.is_ours == ours]
             if there:
                 tables.append(
                     Table(
                         title=f"Comparisons: {METRIC_NAMES[metric]}{' (ours)' if ours else ''}",
                         columns=("condition", "difference, p, Holm's p"),
-                        rows=[[e.condition.name, family.comparison(c)] for e, c in there],
+                        rows=[[c.entry.condition.name, family.comparison(c.contrast)] for c in there],
                         note=f"Paired by seed, two-sided t-test; Holm's correction is for all {len(family.contrasts)} "
                         "comparisons that are planned. A negative difference is a lower error.",
                     )
                 )
-        for entry, group, c in contrasts:
-            if not c.waits:
-                verdicts.append(_verdict(entry, group, c, families[_is_ours(entry, group, metric)], metric))
-        waiting = [(e, group) for e, group, c in contrasts if c.waits and not _is_ours(e, group, metric)]
-        verdicts += _open_questions(entries, waiting, metric)
+        verdicts += [c.verdict(families[c.is_ours]) for c in own if not c.contrast.waits]
+        verdicts += _open_questions(entries, [c for c in own if c.contrast.waits and not c.is_ours], metric)
     verdicts += [families[False].judge(claim, contrasts) for claim, contrasts in further]
     trained = [e.chosen for e in entries if e.chosen is not None] or [e.condition.start for e in entries]
     return {
         "tables": tables + choices(entries),
         "verdicts": verdicts,
         "planned": [
-            *(_planned(e, group, m) for m, contrasts in compared.items() for e, group, _ in contrasts),
+            *(c.planned for c in compared),
             *(name for _, contrasts in further for name in Family(contrasts).names),
         ],
         "hyperparameters": [*_chosen_hyperparameters(entries), *(hyperparameters or own_settings(trained))],
     }
-
-
-def _note(entries: Sequence[MethodResult], scale: Scale) -> str:
-    claimed = any(e.condition.claimed for e in entries)
-    return f"{NOTE} {NOT_THE_SAME}" if claimed and scale != "paper" else NOTE
-
-
-def _is_ours(entry: MethodResult, rivals: Sequence[MethodResult], metric: str) -> bool:
-    return metric in OUR_METRICS or any(e.method.ours for e in (entry, *rivals))
-
-
-def _cell(entry: MethodResult, metric: str, accuracy: bool) -> Cell:
-    claimed = entry.condition.claimed.get((entry.method.name, metric))
-    accuracy = accuracy and metric not in OUR_METRICS
-    values = {seed: 100 - value if accuracy else value for seed, value in sorted(entry.values(metric).items())}
-    return entry.replicas.cell_of(
-        values,
-        unit=UNITS.get(metric, "%"),
-        claimed=None if claimed is None else claimed.printed,
-        note=entry.incomplete_reason or entry.edge_note if values else None,
-    )
 
 
 def _methods_in_columns(
@@ -153,71 +168,31 @@ def _shown_conditions(entries: Sequence[MethodResult], cells: dict[tuple[str, st
     return [c for name, c in conditions.items() if name in measured or not measured]
 
 
-def _contrasts(entries: Sequence[MethodResult], metric: str) -> list[tuple[MethodResult, list[MethodResult], Contrast]]:
+def _compared(entries: Sequence[MethodResult], metric: str) -> list[_Compared]:
     """Contrast each method with each group of rivals; with no pairs until all replicas of all of them exist."""
     by_name = {(e.condition.name, e.method.name): e for e in entries}
-    contrasts = []
+    compared = []
     for entry, names in ((e, names) for e in entries for names in e.method.against):
-        group = [by_name[entry.condition.name, name] for name in names]
-        missing = any(e.incomplete_reason for e in (entry, *group))
-        rival = group[0] if missing else better(group, metric)
-        contrast = Contrast(
-            quantity=METRIC_NAMES[metric],
-            unit=UNITS.get(metric, "%"),
-            lower_name=entry.method.name,
-            higher_name=rival.method.name,
-            lower={} if missing else entry.values(metric),
-            higher={} if missing else rival.values(metric),
-            num_asked=len(entry.replicas.records),
-            runs=tuple(record.name for e in (rival, entry) for record in e.replicas.records),
-        )
-        contrasts.append((entry, group, contrast))
-    return contrasts
+        rivals = [by_name[entry.condition.name, name] for name in names]
+        missing = any(e.incomplete_reason for e in (entry, *rivals))
+        rival = rivals[0] if missing else better(rivals, metric)
+        contrast = entry.lower_than(rival, METRIC_NAMES[metric], metric)
+        if missing:
+            contrast = replace(contrast, lower={}, higher={})
+        compared.append(_Compared(entry, rivals, metric, contrast))
+    return compared
 
 
-def _planned(entry: MethodResult, group: Sequence[MethodResult], metric: str) -> str:
-    rivals = " or ".join(e.method.name for e in group)
-    ours = " (ours)" if _is_ours(entry, group, metric) else ""
-    return f"{entry.condition.name}: {METRIC_NAMES[metric]}: {entry.method.name} vs. {rivals}{ours}"
-
-
-def _open_questions(
-    entries: Sequence[MethodResult], waiting: Sequence[tuple[MethodResult, list[MethodResult]]], metric: str
-) -> list[Verdict]:
+def _open_questions(entries: Sequence[MethodResult], waiting: Sequence[_Compared], metric: str) -> list[Verdict]:
     """Return a verdict for each comparison that waits for runs, in conditions that have begun."""
     begun = {e.condition.name for e in entries if e.values(metric)}
     verdicts = []
-    for entry, group in waiting:
-        missing = [e.incomplete_reason for e in (entry, *group) if e.incomplete_reason is not None]
-        if missing and (entry.condition.name in begun or not begun):
-            claim = _claim(entry, group[0].method.name, metric)
-            verdicts.append(Verdict(claim=claim, status="not tested", evidence=f"Not yet: {'; '.join(missing)}."))
+    for c in waiting:
+        missing = [e.incomplete_reason for e in (c.entry, *c.rivals) if e.incomplete_reason is not None]
+        if missing and (c.entry.condition.name in begun or not begun):
+            claim, evidence = c.claim(c.rivals[0].method.name), f"Not yet: {'; '.join(missing)}."
+            verdicts.append(Verdict(claim=claim, status="not tested", evidence=evidence))
     return verdicts
-
-
-def _claim(entry: MethodResult, rival: str, metric: str) -> str:
-    return f"{entry.condition.name}: {entry.method.name} has a lower {METRIC_NAMES[metric]} than {rival}."
-
-
-def _verdict(
-    entry: MethodResult, group: Sequence[MethodResult], contrast: Contrast, family: Family, metric: str
-) -> Verdict:
-    comparison = contrast.comparison(family.p_holm(contrast))
-    correction = family.correction([contrast])
-    difference, points = comparison.difference, "points" if metric not in UNITS else "nats"
-    evidence = (
-        f"{difference.mean:+.2f} ± {difference.half_width:.2f} {points} over {comparison.num_pairs} pairs, "
-        f"{p_text(comparison.p_holm)}{f' ({correction})' if correction else ''}."
-    )
-    rival = next(e for e in group if e.method.name == contrast.higher_name)
-    gate = "; ".join(note for note in (rival.unfit_note, rival.gate_note, entry.gate_note) if note is not None)
-    claim = _claim(entry, contrast.higher_name, metric)
-    return Verdict(
-        claim=f"{claim} (ours)" if _is_ours(entry, group, metric) else claim,
-        status="not tested at this scale" if gate else family.status(contrast),
-        evidence=f"{GATE} {gate}. {evidence}" if gate else evidence,
-        comparisons=[comparison],
-    )
 
 
 def choices(entries: Sequence[MethodResult]) -> list[Table]:

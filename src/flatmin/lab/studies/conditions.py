@@ -7,64 +7,32 @@ of the two counts, since a SAM step costs two gradients.
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from statistics import mean
 from typing import Any
 
 from flatmin.lab.runs.record import RunRecord
 from flatmin.lab.spec.experiment import Experiment
+from flatmin.lab.studies.contrasts import Contrast
+from flatmin.lab.studies.findings import Cell, Findings
+from flatmin.lab.studies.methods import VALIDATION, Method
 from flatmin.lab.studies.printed import Claimed
-from flatmin.lab.studies.replicas import Read, Replicas, metric, replicas_of
-from flatmin.lab.studies.study import Known
+from flatmin.lab.studies.replicas import Read, Replicas, metric
+from flatmin.lab.studies.study import Groups, Item, Known, Scale
 from flatmin.lab.sweeps.jobs import Job
 
 NUM_REPLICAS = 5
-BASELINE_EPOCHS_FACTOR = 2
-"""Runs without SAM may take twice as many epochs; the better of the two is reported (Section 3.1)."""
-VALIDATION = 0.1
-"""Of the training set, held out to choose rho."""
-SEEDS = tuple(range(NUM_REPLICAS))
+SEEDS, SMOKE_SEEDS = tuple(range(NUM_REPLICAS)), (0, 1)
 MAX_EXTENSIONS = 3
 """How often a grid may grow."""
 TUNED = ("rho", "lr", "weight_decay")
 """What must lie inside of its grid."""
-FACTORS = (0.125, 0.25, 0.5, 1.0, 2.0)
-"""The grid of rho, in units of what `flatmin.suggest_rho` says for the run."""
 CURVES = ("valid_error", "test_error", "test_loss", "test_ece", "train_error")
 """What is kept of every evaluated epoch where the best one counts."""
 TUNING_SEED = 1000
 """Of the runs that choose: none of the replicas' seeds."""
-Candidates = Callable[[Experiment], Sequence[Experiment]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Method:
-    """One way to train."""
-
-    name: str
-    candidates: Candidates
-    """What to choose from, given the choice of the method ``after`` (or the condition's start)."""
-    after: str | None = None
-    """Which method's choice the candidates are variants of; None: of the condition's start."""
-    against: tuple[tuple[str, ...], ...] = ()
-    """The methods that it is compared with; of several in one tuple, the one with the better mean counts."""
-    extends: bool = False
-    """Whether its grid grows, by a factor of 2, where the best candidate is at its edge (`beyond`)."""
-    ours: bool = False
-    """Whether it is not in the publication: its comparisons are corrected apart."""
-    stops_early: bool = False
-    """Whether the epoch with the lowest validation error counts, instead of the last one."""
-
-
-def double_epochs(method: Method) -> Method:
-    """Return a method that trains for twice as many epochs, with the same settings."""
-
-    def doubled(base: Experiment) -> list[Experiment]:
-        factor = BASELINE_EPOCHS_FACTOR
-        return [replace(base, epochs=factor * base.epochs, evaluate_every=factor * base.evaluate_every)]
-
-    return Method(name=f"{method.name}, twice the epochs", candidates=doubled, after=method.name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,9 +114,25 @@ class MethodResult:
     replicas: Replicas
 
     def values(self, name: str) -> dict[int, float]:
-        """Return a metric by seed, in % unless it is a loss."""
-        factor = 1.0 if name.endswith("loss") else 100.0
+        """Return a metric by seed, in the unit of `unit_of`."""
+        factor = 100.0 if unit_of(name) == "%" else 1.0
         return self.replicas.by_seed(at_best_epoch(name, factor) if self.method.stops_early else metric(name, factor))
+
+    def cell(self, name: str, *, accuracy: bool = False) -> Cell:
+        """Return a metric, or 100 % minus it, with the paper's number and a note on missing runs or rho's edge."""
+        values = {seed: 100 - value if accuracy else value for seed, value in self.values(name).items()}
+        claimed = self.condition.claimed.get((self.method.name, name))
+        return self.replicas.cell_of(
+            values,
+            unit=unit_of(name),
+            claimed=None if claimed is None else claimed.printed,
+            note=self.incomplete_reason or self.edge_note if values else None,
+        )
+
+    def lower_than(self, other: "MethodResult", quantity: str, name: str) -> Contrast:
+        """Return the claim that a metric, the ``quantity``, is lower here than for another method."""
+        contrast = self.replicas.lower_than(other.replicas, quantity, name, unit_of(name))
+        return replace(contrast, lower=self.values(name), higher=other.values(name))
 
     @property
     def gate_note(self) -> str | None:
@@ -162,21 +146,15 @@ class MethodResult:
     @property
     def unfit_note(self) -> str | None:
         """Says that a baseline does not fit its training set; None if it does, or if there is no gate."""
-        most, errors = self.condition.most_train_error, self.values("train_error")
+        most = self.condition.most_train_error
         mixes = self.chosen is not None and self.chosen.data.mixup > 0  # its training error is one on mixed images
-        if most is None or mixes or self.method.stops_early or not errors or mean(errors.values()) <= most:
-            return None
-        error = mean(errors.values())
-        return f"{self.method.name} ends with a training error of {error:.1f} %, above {most:g} %"
+        return None if most is None or mixes or self.method.stops_early else self.replicas.unfit_note(most)
 
     @property
     def edge_note(self) -> str | None:
         """Says that the best rho may lie outside of its grid; None if it does not seem to."""
-        return (
-            None
-            if self.chosen is None
-            else edge_note(self.chosen.optim.rho_number, [e.optim.rho_number for e, _ in self.tried])
-        )
+        rho = None if self.chosen is None else self.chosen.optim.rho_number
+        return edge_note(rho, [e.optim.rho_number for e, _ in self.tried])
 
     @property
     def incomplete_reason(self) -> str | None:
@@ -192,6 +170,40 @@ class MethodResult:
         return None
 
 
+def unit_of(metric_name: str) -> str:
+    """Return the unit in which a metric is shown: losses have none."""
+    return "" if metric_name.endswith("loss") else "%"
+
+
+def replica_seeds(scale: Scale) -> tuple[int, ...]:
+    """Return the seeds of independent replicas."""
+    return SMOKE_SEEDS if scale == "smoke" else SEEDS
+
+
+def conditions_item(
+    name: str,
+    title: str,
+    source: str,
+    conditions: Callable[[Scale], Sequence[Condition]],
+    findings: Callable[[Scale, list[MethodResult]], Findings],
+    first: Callable[[Scale], Groups] = lambda _: {},
+) -> Item:
+    """Return the study of some conditions, given what their results show, and the runs that come first."""
+
+    def jobs(scale: Scale, known: Known) -> Groups:
+        return {**first(scale), **condition_jobs(conditions(scale), known, name, replica_seeds(scale))}
+
+    def found(scale: Scale, known: Known) -> Findings:
+        return findings(scale, condition_results(conditions(scale), known, name, replica_seeds(scale)))
+
+    return Item(name=name, title=title, source=source, jobs=jobs, findings=found)
+
+
+def by_condition(results: Iterable[MethodResult]) -> list[list[MethodResult]]:
+    """Return the results of each condition."""
+    return [list(own) for _, own in groupby(results, key=lambda result: result.condition.name)]
+
+
 def condition_results(
     conditions: Sequence[Condition], known: Known, item: str, seeds: Sequence[int] = SEEDS
 ) -> list[MethodResult]:
@@ -200,22 +212,20 @@ def condition_results(
     for condition in conditions:
         chosen: dict[str | None, Experiment | None] = {None: condition.start}
         for method in condition.methods:  # each comes later than the one it is a variant of
-            base, options, tried = chosen[method.after], [], []
-            if base is not None:
-                name = "/".join((item, *condition.labels, condition.column, method.name))
-                options = [replace(e, name=name) for e in method.candidates(base)]
-            if len(options) > 1:
-                for _ in range(1 + MAX_EXTENSIONS * method.extends):
-                    tried = [(e, tuning_job(e, condition.tuning_epochs).record(known)) for e in options]
-                    chosen[method.name] = best = best_candidate(options, [record for _, record in tried])
-                    if best is None or any(record.state == "planned" for _, record in tried):
-                        break
-                    options += [] if not method.extends else beyond(best, options)
-            else:
-                chosen[method.name] = options[0] if options else None
-            best = chosen[method.name]
+            base = chosen[method.after]
+            name = "/".join((item, *condition.labels, condition.column, method.name))
+            options = [] if base is None else [replace(e, name=name) for e in method.candidates(base)]
+            best, tried = options[0] if options else None, []
+            num_rounds = 1 + MAX_EXTENSIONS * method.extends if len(options) > 1 else 0
+            for _ in range(num_rounds):
+                tried = [(e, tuning_job(e, condition.tuning_epochs).record(known)) for e in options]
+                best = best_candidate(options, [record for _, record in tried])
+                if best is None or any(record.state == "planned" for _, record in tried):
+                    break
+                options += beyond(best, options) if method.extends else []
+            chosen[method.name] = best
             jobs = [] if best is None else [Job(experiment=best, seed=seed) for seed in seeds]
-            replicas = replicas_of({method.name: jobs}, known)[method.name]
+            replicas = Replicas(method.name, [job.record(known) for job in jobs])
             results.append(
                 MethodResult(condition=condition, method=method, chosen=best, tried=tried, replicas=replicas)
             )
@@ -251,59 +261,6 @@ def at_best_epoch(name: str, factor: float) -> Read:
         return None if value is None else factor * value
 
     return read
-
-
-def stopped_early(base: Method, every: int, *, noisy: bool = False) -> Method:
-    """Return a baseline of ours that stops where the error on a clean, or noisy, validation set is lowest."""
-
-    def candidates(start: Experiment) -> list[Experiment]:
-        data = replace(start.data, validation=VALIDATION, noisy_validation=noisy)
-        return [replace(start, data=data, evaluate_every=every)]
-
-    name = f"{base.name}, stopped early ({'noisy' if noisy else 'clean'} validation)"
-    return Method(name=name, candidates=candidates, after=base.name, ours=True, stops_early=True)
-
-
-def with_rho(rhos: Sequence[float | str], m: int | None = None, part: float = 1.0) -> Candidates:
-    """Return a method's candidates: SAM with each rho, in the setting of the baseline."""
-    return lambda base: [replace(base, optim=replace(base.optim, rho=rho, m=m, part=part)) for rho in rhos]
-
-
-def with_rates(lrs: Sequence[float], decays: Sequence[float]) -> Candidates:
-    """Return the baseline's candidates: each learning rate with each weight decay."""
-    return lambda base: [
-        replace(base, optim=replace(base.optim, lr=lr, weight_decay=decay)) for lr in lrs for decay in decays
-    ]
-
-
-def no_tuning(base: Experiment) -> list[Experiment]:
-    """Return the one candidate of a method that has nothing to choose."""
-    return [base]
-
-
-def with_m(m: int | None) -> Candidates:
-    """Return the one candidate of a method that is trained by micro-batches of m; by whole batches if None."""
-    return lambda base: [replace(base, optim=replace(base.optim, m=m))]
-
-
-def baselines(candidates: Candidates) -> tuple[Method, Method]:
-    """Return SGD with its choice of settings, and SGD for twice as many epochs."""
-    sgd = Method(name="SGD", candidates=candidates)
-    return sgd, double_epochs(sgd)
-
-
-def sam_and_small_m(rhos: Sequence[float], m: int) -> tuple[Method, ...]:
-    """Return SAM with one eps for the batch, with one for every m examples, and SGD normalized by m examples.
-
-    The last is a control: with micro-batches batch norm sees fewer examples at once, which is a regularizer by itself.
-    """
-    sgd = ("SGD", "SGD, twice the epochs")
-    control = f"SGD, m = {m}"
-    return (
-        Method(name=control, candidates=with_m(m), after="SGD"),
-        Method(name="SAM", candidates=with_rho(rhos), after="SGD", against=(sgd,)),
-        Method(name=f"SAM, m = {m}", candidates=with_rho(rhos, m), after="SGD", against=(sgd, (control,))),
-    )
 
 
 def tuning_job(experiment: Experiment, epochs: int | None = None) -> Job:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flatmin.lab.studies.findings import Comparison, Verdict, VerdictStatus
 from flatmin.lab.studies.statistics import SIGNIFICANT, holm, mean_and_interval, p_text, paired_p_value
@@ -111,6 +111,20 @@ class OneSided(Contrast):
         """The one-sided p-value of Student's paired test."""
         two_sided = super().p_value
         return two_sided / 2 if mean(self.differences) < 0 else 1 - two_sided / 2
+
+    def kept(self, verdict: Verdict) -> Verdict:
+        """Return the verdict on this claim, a limit on an error, as one on a gain: kept; not kept; or still open."""
+        if verdict.status == "reproduced":
+            return replace(verdict, status="kept")
+        excess = mean_and_interval(self.differences)
+        return replace(verdict, status="not kept") if excess.mean - excess.half_width > 0 else verdict
+
+
+def refuted(verdict: Verdict, said: str) -> Verdict:
+    """Return that a claim does not hold, for a reason that its comparisons do not show; unless it was not tested."""
+    if verdict.status == "not tested":
+        return verdict
+    return replace(verdict, status="not reproduced", evidence=f"{verdict.evidence} {said}")
 
 
 class Family:

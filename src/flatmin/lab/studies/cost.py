@@ -54,24 +54,21 @@ def disk_bytes(jobs: Iterable[Job]) -> int:
 
 def num_weights(experiment: Experiment) -> int:
     """Return the number of a model's parameters; nothing is computed."""
-    return _size_and_flops(*_shape(experiment))[0]
+    return _size_and_flops(experiment.model, experiment.data.name, experiment.data.image_size)[0]
 
 
 def model_flops(experiment: Experiment) -> int:
     """Return the floating-point operations of a model's forward pass over one image; nothing is computed."""
-    return _size_and_flops(*_shape(experiment))[1]
-
-
-def _shape(experiment: Experiment) -> tuple[Model, int, int, int]:
-    info = dataset_info(experiment.data.name)
-    size = experiment.data.image_size or info.size
-    return experiment.model.without_checkpoint(), info.num_classes or 1000, info.channels, size
+    return _size_and_flops(experiment.model, experiment.data.name, experiment.data.image_size)[1]
 
 
 @lru_cache(maxsize=256)
-def _size_and_flops(model: Model, num_classes: int, channels: int, size: int) -> tuple[int, int]:
+def _size_and_flops(model: Model, dataset: str, image_size: int | None) -> tuple[int, int]:
+    info = dataset_info(dataset)
+    channels, size = info.channels, image_size or info.size
     with torch.device("meta"):  # shapes alone
-        network = build_model(model, num_classes=num_classes, in_channels=channels).eval()
+        fresh = model.without_checkpoint()
+        network = build_model(fresh, num_classes=info.num_classes or 1000, in_channels=channels).eval()
         images = torch.empty(1, channels, size, size)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         network(images)

@@ -57,7 +57,8 @@ class Comparison:
     runs: tuple[str, ...] = ()
 
 
-Row = list[str | Cell | Comparison]
+Entry = str | Cell | Comparison
+Row = list[Entry]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +67,15 @@ class Table:
 
     title: str
     columns: Sequence[str]
-    rows: Sequence[Sequence[str | Cell | Comparison]]
+    rows: Sequence[Sequence[Entry]]
     note: str = ""
     folded: bool = False
     """Whether it opens only when clicked: what few readers look for."""
+
+    @property
+    def entries(self) -> list[Entry]:
+        """All of its rows, one after the other."""
+        return [entry for row in self.rows for entry in row]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ that says when, what, why, and what was known by then; the page lists them, with
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,7 @@ def register(results: Path, plans: Mapping[str, dict[str, Any]], changes: Sequen
     new = [name for name in plans if name not in registered]
     content = {
         "items": registered | dict(plans),
-        "changes": [{f.name: getattr(c, f.name) for f in fields(c)} for c in (*before, *changes) if c.item not in new],
+        "changes": [asdict(change) for change in (*before, *changes) if change.item not in new],
     }
     results.mkdir(parents=True, exist_ok=True)
     write_atomic(results / PLAN_FILE, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
@@ -125,10 +125,8 @@ def differences(item: Item, scale: Scale, known: Known, registered: Mapping[str,
     now = plan_of(item, scale)
     lines = []
     for what, name in (("comparisons", "comparison"), ("rules", "rule")):
-        for text in registered[what]:
-            lines += [f"Not made, though planned: the {name} “{text}”."] * (text not in now[what])
-        for text in now[what]:
-            lines += [f"Made, though not planned: the {name} “{text}”."] * (text not in registered[what])
+        lines += [f"Not made, though planned: the {name} “{t}”." for t in registered[what] if t not in now[what]]
+        lines += [f"Made, though not planned: the {name} “{t}”." for t in now[what] if t not in registered[what]]
     for key in registered["groups"].keys() | now["groups"].keys():
         if registered["groups"].get(key) != now["groups"].get(key):
             lines.append(f"The runs of “{key}” are not those that were planned.")

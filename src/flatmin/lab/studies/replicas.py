@@ -9,7 +9,7 @@ import numpy as np
 
 from flatmin.lab.runs.directory import Metrics
 from flatmin.lab.runs.record import RunRecord
-from flatmin.lab.studies.contrasts import BySeed, Contrast
+from flatmin.lab.studies.contrasts import BySeed, Contrast, mean
 from flatmin.lab.studies.findings import Cell, LineFigure, Series, Surface, SurfaceFigure
 from flatmin.lab.studies.statistics import mean_and_interval
 from flatmin.lab.sweeps.jobs import Job
@@ -82,14 +82,24 @@ class Replicas:
             unit=unit,
         )
 
-    def along_training(self, name: str, read: Callable[[Metrics], float | None]) -> list[Series]:
-        """Return the mean of a number of each epoch, in %, with its interval; nothing where there is none."""
+    def by_epoch(self, read: Callable[[Metrics], float | None]) -> dict[float, dict[int, float]]:
+        """Return a number of each epoch of each finished run, in %, by epoch and seed."""
         columns: dict[float, dict[int, float]] = {}
         for record in self.records:
             for line in record.history if record.state == "finished" else ():
                 value = read(line)
                 if value is not None:
                     columns.setdefault(float(line["epoch"] or 0), {})[record.seed or 0] = 100 * value
+        return columns
+
+    def unfit_note(self, most: float) -> str | None:
+        """Return that the training error ends above a limit, in %; None if it does not, or is not known."""
+        error = mean(self.by_seed("train_error").values())
+        return f"{self.name} ends with a training error of {error:.1f} %, above {most:g} %" if error > most else None
+
+    def along_training(self, name: str, read: Callable[[Metrics], float | None]) -> list[Series]:
+        """Return the mean of a number of each epoch, in %, with its interval; nothing where there is none."""
+        columns = self.by_epoch(read)
         return [series_over(name, columns, mode="lines")] if columns else []
 
 

@@ -6,30 +6,30 @@ The Hessian of cross-entropy shrinks with the loss, so models are compared where
 end of training, as in the paper. All verdicts are in docs/reproduction.md.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
 from flatmin.lab.foret2021.claims.figures import HESSIAN as CLAIMS
 from flatmin.lab.foret2021.figures.hessian_tables import (
+    METHODS,
     QUANTITIES,
     WORDS,
-    Key,
     at_limit,
     curvature_table,
-    density_along,
     end_table,
-    log_at_limit,
     over_loss,
     where_table,
 )
-from flatmin.lab.foret2021.item_findings import findings, hyperparameters, item, rules_of
+from flatmin.lab.foret2021.item_findings import findings, hyperparameters, item
 from flatmin.lab.foret2021.protocol import MOST_TRAIN_ERROR
 from flatmin.lab.foret2021.scales import curvature_seeds, jobs_for, start
 from flatmin.lab.foret2021.settings import HESSIAN, HESSIAN_AT_EPOCHS
+from flatmin.lab.runs.record import RunRecord
 from flatmin.lab.spec.experiment import Augment, Experiment, Model
-from flatmin.lab.studies.contrasts import Contrast, Family, mean
+from flatmin.lab.studies.contrasts import Contrast, Family
 from flatmin.lab.studies.findings import Findings
-from flatmin.lab.studies.replicas import Replicas, measured, replicas_of
+from flatmin.lab.studies.replicas import Replicas, density_figures, measured, replicas_of
 from flatmin.lab.studies.study import Known, Scale
 from flatmin.lab.sweeps.jobs import Job
 from flatmin.lab.sweeps.measurements import Spectrum
@@ -54,83 +54,70 @@ LAPTOP_BATCH_SIZE = 32
 """Without batch norm a model fits its training set only with four times as many steps."""
 
 
-def hessian_jobs(scale: Scale, known: Known) -> dict[Key, list[Job]]:
+def hessian_jobs(scale: Scale, known: Known) -> dict[tuple[Augment, str], list[Job]]:
     """Return the models with their spectra, by augmentation and method."""
     measurements = (AT_LOSS[scale], *_spectra(scale).values())
-    jobs: dict[Key, list[Job]] = {}
-    for augment, sgd in hessian_experiments(scale).items():
-        for method, rho in (("SGD", 0.0), ("SAM", SAM_RHOS[scale])):
-            kept = replace(sgd, keep_every=KEEP_EVERY[scale], optim=replace(sgd.optim, rho=rho))
-            jobs[augment, method] = jobs_for(kept, f"hessian/{augment}/{method}", curvature_seeds(scale), measurements)
+    sgd = hessian_experiment(scale)
+    jobs = {}
+    for method, rho in zip(METHODS, (0.0, SAM_RHOS[scale]), strict=True):
+        kept = replace(sgd, keep_every=KEEP_EVERY[scale], optim=replace(sgd.optim, rho=rho))
+        name = f"hessian/{sgd.data.augment}/{method}"
+        jobs[sgd.data.augment, method] = jobs_for(kept, name, curvature_seeds(scale), measurements)
     return jobs
 
 
 def hessian(scale: Scale, known: Known) -> Findings:
     """Compare the curvature that SGD and SAM train into a model without batch norm (Figure 3, left)."""
-    experiments = hessian_experiments(scale)
+    sgd, spectra = hessian_experiment(scale), _spectra(scale)
     replicas = replicas_of(hessian_jobs(scale, known), known)
-    models = {key: replace(group, name=key[1]) for key, group in replicas.items()}
-    first = next(iter(experiments))
-    at_loss = {
-        (augment, limit): _lower_at(models[augment, "SGD"], models[augment, "SAM"], augment, limit, scale)
-        for augment in experiments
-        for limit in AT_LOSS[scale].limits
-    }
-    at_end = [_lower_at_end(models[first, "SGD"], models[first, "SAM"], first, name, scale) for name in QUANTITIES]
+    models = {method: replace(group, name=method) for (_, method), group in replicas.items()}
+    augment, words = sgd.data.augment, WORDS[sgd.data.augment]
+    at_loss = {limit: _lower_at(models, words, limit, AT_LOSS[scale]) for limit in AT_LOSS[scale].limits}
+    at_end = [_lower_at_end(models, words, name, scale) for name in QUANTITIES]
     family = Family([*at_loss.values(), *at_end])
-    spectra = _spectra(scale)
-    claim = "At a training loss of {:g}, {}: SAM's lambda_max is smaller."
-    figures = [
+    densities = [
         figure
-        for augment, experiment in experiments.items()
-        for own in [{key: group for key, group in models.items() if key[0] == augment}]
-        for figure in (
-            *over_loss(own, AT_LOSS[scale]),
-            *density_along(own, {epoch or experiment.epochs: spectrum for epoch, spectrum in spectra.items()}),
-        )
+        for epoch, spectrum in spectra.items()
+        for when in [f"after epoch {epoch or sgd.epochs}, {words}, first replica of each"]
+        for figure in density_figures(models.values(), spectrum, f"Spectrum of the Hessian {when}")
     ]
+    claim = "At a training loss of {:g}, {}: SAM's lambda_max is smaller."
     return findings(
         "hessian",
         scale,
         tables=[
-            curvature_table(models, at_loss, family, AT_LOSS[scale]),
-            where_table(models, at_loss, AT_LOSS[scale]),
-            end_table(models, at_end, family, AT_LOSS[scale], list(spectra.values())),
+            curvature_table(models, augment, at_loss, family, AT_LOSS[scale]),
+            where_table(models, augment, AT_LOSS[scale]),
+            end_table(models, augment, at_end, family, AT_LOSS[scale], list(spectra.values())),
         ],
-        figures=figures,
+        figures=[*over_loss(models, words, AT_LOSS[scale]), *densities],
         verdicts=[
-            *(family.judge(claim.format(limit, WORDS[augment]), [c]) for (augment, limit), c in at_loss.items()),
-            family.judge(f"At the end of training, {WORDS[first]}: {CLAIMS.statements[0].claim}", at_end),
+            *(family.judge(claim.format(limit, words), [contrast]) for limit, contrast in at_loss.items()),
+            family.judge(f"At the end of training, {words}: {CLAIMS.statements[0].claim}", at_end),
         ],
         hyperparameters=hyperparameters(
-            "hessian",
-            scale,
-            list(experiments.values()),
-            ("factor of the suggested rho", 1),
-            ("gradient clipping", HESSIAN.optim.clip_norm),
+            "hessian", scale, [sgd], ("factor of the suggested rho", 1), ("gradient clipping", HESSIAN.optim.clip_norm)
         ),
         planned=family.names,
-        rules=rules_of("hessian", scale, RULES if scale == "laptop" else ()),
+        rules=RULES,
         notes=_unconverged(models),
     )
 
 
-def hessian_experiments(scale: Scale) -> dict[Augment, Experiment]:
-    """Return the models without batch norm that are trained with SGD, by augmentation.
+def hessian_experiment(scale: Scale) -> Experiment:
+    """Return the model without batch norm that is trained with SGD.
 
-    The paper does not name it. On a laptop they have none: with augmentation they do not fit (`RULES`).
+    The paper does not name its augmentation. On a laptop there is none: with augmentation it does not fit (`RULES`).
     """
     model = Model(name={"paper": HESSIAN.model.name, "laptop": "wrn-10-2", "smoke": "wrn-10-1"}[scale], norm="none")
     sgd = replace(start(scale, HESSIAN, rho=0.0), model=model)
     if scale == "paper":
-        return {sgd.data.augment: sgd}
-    sgd = replace(
+        return sgd
+    return replace(
         sgd,
         data=replace(sgd.data, batch_size=min(sgd.data.batch_size, LAPTOP_BATCH_SIZE)),
         optim=replace(sgd.optim, clip_norm=HESSIAN.optim.clip_norm),
     )
-    augmented = replace(sgd, data=replace(sgd.data, augment="basic"))
-    return {"none": sgd} if scale == "laptop" else {"none": sgd, "basic": augmented}
 
 
 def _spectra(scale: Scale) -> dict[int | None, Spectrum]:
@@ -139,35 +126,38 @@ def _spectra(scale: Scale) -> dict[int | None, Spectrum]:
     return {epoch: replace(AT_END[scale], epoch=epoch) for epoch in (*before, None)}
 
 
-def _lower_at(sgd: Replicas, sam: Replicas, augment: Augment, limit: float, scale: Scale) -> Contrast:
+def _lower_at(models: Mapping[str, Replicas], words: str, limit: float, at_loss: SpectrumAtLoss) -> Contrast:
     """Return the claim that lambda_max is smaller with SAM where the loss first falls below a limit.
 
     It is compared by its logarithm: the difference is that of a ratio. If all runs are there, and one never falls below
     the limit, nothing is tested: those that do may be the flat ones.
     """
-    quantity = f"log10 of lambda_max at a training loss of {limit:g}, {WORDS[augment]}"
-    read = at_limit(AT_LOSS[scale], limit, "lambda_max")
-    contrast = sam.lower_than(sgd, quantity, log_at_limit(AT_LOSS[scale], limit), unit="")
-    groups = (sgd, sam)
-    if any(AT_LOSS[scale].name not in record.measured for group in groups for record in group.records):
+    read = at_limit(at_loss, limit, "lambda_max")
+
+    def log10(record: RunRecord) -> float | None:
+        value = read(record)
+        return None if value is None or value <= 0 else math.log10(value)
+
+    quantity = f"log10 of lambda_max at a training loss of {limit:g}, {words}"
+    contrast = models["SAM"].lower_than(models["SGD"], quantity, log10, unit="")
+    if any(at_loss.name not in record.measured for group in models.values() for record in group.records):
         return contrast
-    never = [(sum(read(record) is None for record in group.records), group) for group in groups]
+    never = [(sum(read(record) is None for record in group.records), group) for group in models.values()]
     said = [f"the loss of {n} of {len(g.records)} runs of {g.name} never falls below {limit:g}" for n, g in never if n]
     return replace(contrast, lower={}, higher={}, untestable=" and ".join(said)) if said else contrast
 
 
-def _lower_at_end(sgd: Replicas, sam: Replicas, augment: Augment, name: str, scale: Scale) -> Contrast:
+def _lower_at_end(models: Mapping[str, Replicas], words: str, name: str, scale: Scale) -> Contrast:
     """Return the claim that a number is smaller with SAM at the end of training, behind the gate."""
-    quantity = f"{name} at the end, {WORDS[augment]}"
-    contrast = sam.lower_than(sgd, quantity, measured(AT_END[scale], QUANTITIES[name]), unit="")
-    error = mean(sgd.by_seed("train_error").values())
-    if scale != "laptop" or contrast.waits or error <= MOST_TRAIN_ERROR:
+    read = measured(AT_END[scale], QUANTITIES[name])
+    contrast = models["SAM"].lower_than(models["SGD"], f"{name} at the end, {words}", read, unit="")
+    why = models["SGD"].unfit_note(MOST_TRAIN_ERROR)
+    if scale != "laptop" or contrast.waits or why is None:
         return contrast
-    why = f"SGD ends with a training error of {error:.1f} %, above {MOST_TRAIN_ERROR:g} %"
     return replace(contrast, lower={}, higher={}, untestable=why)
 
 
-def _unconverged(models: Mapping[Key, Replicas]) -> list[str]:
+def _unconverged(models: Mapping[str, Replicas]) -> list[str]:
     facts = [m for group in models.values() for record in group.records for m in record.measured.values()]
     spectra = [s for f in facts for s in (f["at_loss"].values() if "at_loss" in f else [f]) if s is not None]
     bad = sum(not spectrum.get("converged", True) for spectrum in spectra)

@@ -7,35 +7,28 @@ with m is compared with SGD by micro-batches of m, and the claim is on the diffe
 a small m, and that of the whole batch. All verdicts are in docs/reproduction.md.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from flatmin.lab.foret2021 import protocol
-from flatmin.lab.foret2021.claims.figures import CLAIMS
-from flatmin.lab.foret2021.item_findings import findings, hyperparameters, item, power_note
-from flatmin.lab.foret2021.scales import replica_seeds, start
+from flatmin.lab.foret2021.claims.figures import FIGURES
+from flatmin.lab.foret2021.item_findings import findings, hyperparameters
+from flatmin.lab.foret2021.scales import start
 from flatmin.lab.foret2021.settings import M_GRID, M_SHARPNESS, RHO_GRID
-from flatmin.lab.studies.condition_tables import GATE, METRIC_NAMES, OUR_METRICS, TRAINING_NOTE, UNITS, choices
-from flatmin.lab.studies.conditions import (
-    Condition,
-    Method,
-    MethodResult,
-    condition_jobs,
-    condition_results,
-    validation_error,
-    with_m,
-    with_rho,
-)
+from flatmin.lab.studies.condition_tables import METRIC_NAMES, OUR_METRICS, TRAINING_NOTE, choices, gated
+from flatmin.lab.studies.conditions import Condition, MethodResult, conditions_item, unit_of, validation_error
 from flatmin.lab.studies.contrasts import Contrast, Family, changes
 from flatmin.lab.studies.findings import Findings, LineFigure, Row, Series, Table, Verdict
+from flatmin.lab.studies.methods import Method, with_factors, with_m, with_rho
 from flatmin.lab.studies.replicas import series_over
-from flatmin.lab.studies.study import Groups, Known, Scale
-from flatmin.lab.sweeps.jobs import Job
+from flatmin.lab.studies.study import Scale
 
 M_VALUES: Mapping[Scale, tuple[int, ...]] = {"paper": M_GRID, "laptop": (4, 16, 64, 128), "smoke": (5, 20)}
 """The last is the whole batch."""
 LAPTOP_EPOCHS = 50
-METRICS = protocol.METRICS
+CLAIMS, METRICS = FIGURES["m-and-rho"], protocol.METRICS
+Pairs = Mapping[int, tuple[MethodResult, MethodResult]]
+"""SGD and SAM, by m."""
 RULES = (
     "Claim: what SAM with m changes in the test error, compared with SGD by micro-batches of the same m (batch norm "
     "then sees as few examples at once), is further below 0 with m = 4, 16 and 64 than with m = 128, the whole batch: "
@@ -71,7 +64,7 @@ def m_and_rho_condition(scale: Scale) -> Condition:
         own = None if m >= base.data.batch_size else m
         sgd = Method(name=_name("SGD", m), candidates=with_m(own))
         rhos = RHO_GRID if scale == "paper" else (0.05, 0.1)
-        candidates = protocol.with_factors(own) if scale == "laptop" else with_rho(rhos, own)
+        candidates = with_factors(m=own) if scale == "laptop" else with_rho(rhos, own)
         sam = Method(name=_name("SAM", m), candidates=candidates, after=sgd.name, extends=scale == "laptop")
         methods += [sgd, sam]
     return Condition(
@@ -84,23 +77,15 @@ def m_and_rho_condition(scale: Scale) -> Condition:
     )
 
 
-def m_and_rho_jobs(scale: Scale, known: Known) -> Groups:
-    """Return the runs that choose rho for each m, and the replicas of SGD and SAM."""
-    jobs: dict[tuple[str, ...], list[Job]] = condition_jobs(
-        [m_and_rho_condition(scale)], known, "m-and-rho", replica_seeds(scale)
-    )
-    return jobs
-
-
-def m_and_rho(scale: Scale, known: Known) -> Findings:
+def m_and_rho(scale: Scale, entries: Sequence[MethodResult]) -> Findings:
     """Compare what SAM gains over SGD by the same micro-batches, for several m (Figure 3, middle)."""
-    condition = m_and_rho_condition(scale)
-    entries = condition_results([condition], known, "m-and-rho", replica_seeds(scale))
     by_name = {entry.method.name: entry for entry in entries}
     pairs = {m: (by_name[_name("SGD", m)], by_name[_name("SAM", m)]) for m in M_VALUES[scale]}
     contrasts = {metric: gain_contrasts(pairs, metric) for metric in METRICS}
-    families = {ours: Family(_flat(contrasts, ours)) for ours in (False, True)}
-    family_of = {metric: families[metric in OUR_METRICS] for metric in METRICS}
+    family_of: dict[str, Family] = {}
+    for together in (set(METRICS) - set(OUR_METRICS), OUR_METRICS):  # ours are corrected apart
+        family = Family(c for metric in METRICS if metric in together for c in contrasts[metric].values())
+        family_of |= dict.fromkeys(together, family)
     return findings(
         "m-and-rho",
         scale,
@@ -115,13 +100,9 @@ def m_and_rho(scale: Scale, known: Known) -> Findings:
             for metric, group in contrasts.items()
             for m, contrast in group.items()
         ],
-        planned=[
-            name + (" (ours)" if metric in OUR_METRICS else "")
-            for metric, group in contrasts.items()
-            for name in Family(group.values()).names
-        ],
-        rules=[*RULES, *power_note("m-and-rho", scale)] if scale == "laptop" else (),
-        hyperparameters=hyperparameters("m-and-rho", scale, [condition.start], ("m", M_VALUES[scale])),
+        planned=[name + _ours(metric) for metric, group in contrasts.items() for name in Family(group.values()).names],
+        rules=RULES,
+        hyperparameters=hyperparameters("m-and-rho", scale, [entries[0].condition.start], ("m", M_VALUES[scale])),
         notes=[
             "A difference is SAM minus SGD by micro-batches of the same m; the whole batch is the last m.",
             "Batch norm normalizes each micro-batch by itself, as it does on accelerators.",
@@ -129,7 +110,7 @@ def m_and_rho(scale: Scale, known: Known) -> Findings:
     )
 
 
-def gain_contrasts(pairs: Mapping[int, tuple[MethodResult, MethodResult]], metric: str) -> dict[int, Contrast]:
+def gain_contrasts(pairs: Pairs, metric: str) -> dict[int, Contrast]:
     """Return for each m but the largest the claim that SAM lowers a metric more than with the largest m.
 
     The numbers of each seed are (SAM - SGD) with m and (SAM - SGD) with the largest; there are none until all replicas
@@ -149,7 +130,7 @@ def gain_contrasts(pairs: Mapping[int, tuple[MethodResult, MethodResult]], metri
             higher={} if missing else high,
             num_asked=len(four[0].replicas.records),
             runs=tuple(record.name for entry in four for record in entry.replicas.records),
-            unit=UNITS.get(metric, "%"),
+            unit=unit_of(metric),
             relative=False,
         )
     return found
@@ -159,51 +140,30 @@ def _name(method: str, m: int) -> str:
     return f"{method}, m = {m}"
 
 
-def _flat(contrasts: Mapping[str, Mapping[int, Contrast]], ours: bool) -> list[Contrast]:
-    return [c for metric, group in contrasts.items() if (metric in OUR_METRICS) == ours for c in group.values()]
+def _ours(metric: str) -> str:
+    return " (ours)" if metric in OUR_METRICS else ""
 
 
-def _verdict(
-    pairs: Mapping[int, tuple[MethodResult, MethodResult]], m: int, metric: str, contrast: Contrast, family: Family
-) -> Verdict:
+def _verdict(pairs: Pairs, m: int, metric: str, contrast: Contrast, family: Family) -> Verdict:
     largest, what = max(pairs), METRIC_NAMES[metric]
-    said = f"{CLAIMS['m-and-rho'].statements[0].claim.removesuffix('.')}:"
+    papers = "" if metric in OUR_METRICS else f"{CLAIMS.statements[0].claim.removesuffix('.')}: "
     claim = f"SAM lowers the {what} more with m = {m} than with m = {largest}, each compared with SGD by as many."
-    claim = f"{claim} (ours)" if metric in OUR_METRICS else f"{said} {claim}"
-    judged = family.judge(claim, [contrast])
-    if contrast.waits:
-        return judged
-    notes = [note for k in (m, largest) for entry in pairs[k] for note in _notes(entry)]
-    if not notes:
-        return judged
-    return replace(judged, status="not tested at this scale", evidence=f"{GATE} {'; '.join(notes)}. {judged.evidence}")
+    judged = family.judge(f"{papers}{claim}{_ours(metric)}", [contrast])
+    # Not a test of the claim: SGD does not fit, or rho is at the edge.
+    notes = [note for sgd, sam in (pairs[m], pairs[largest]) for note in (sgd.unfit_note, sam.gate_note)]
+    return judged if contrast.waits else gated(judged, notes)
 
 
-def _notes(entry: MethodResult) -> list[str]:
-    """Return why a method's runs are not a test of the claim: SGD does not fit, or rho is at the edge."""
-    note = entry.gate_note if entry.chosen is not None and entry.chosen.optim.uses_sam else entry.unfit_note
-    return [] if note is None else [note]
-
-
-def _table(
-    pairs: Mapping[int, tuple[MethodResult, MethodResult]],
-    metric: str,
-    contrasts: Mapping[int, Contrast],
-    family: Family | None,
-) -> Table:
+def _table(pairs: Pairs, metric: str, contrasts: Mapping[int, Contrast], family: Family | None) -> Table:
     """Return a metric of SGD and SAM by m, the difference, and that minus the largest m's."""
-    unit = UNITS.get(metric, "%")
     rows: list[Row] = []
     for m, (sgd, sam) in pairs.items():
         difference = changes(sgd.values(metric), sam.values(metric))
         runs = tuple(r.name for e in (sgd, sam) for r in e.replicas.records if r.seed in difference)
-        both = replace(sam.replicas.cell_of(difference, unit=unit), runs=runs)
-        cells: Row = [
-            f"m = {m}",
-            *(e.replicas.cell_of(e.values(metric), unit=unit, note=_note(e)) for e in (sgd, sam)),
-            *([both] if family else []),
-        ]
-        rows.append([*cells, *([family.comparison(contrasts[m]) if m in contrasts else ""] if family else [])])
+        rows.append([f"m = {m}", sgd.cell(metric), sam.cell(metric)])
+        if family is not None:
+            both = replace(sam.replicas.cell_of(difference, unit=unit_of(metric)), runs=runs)
+            rows[-1] += [both, family.comparison(contrasts[m]) if m in contrasts else ""]
     columns = ["", "SGD", "SAM", "SAM - SGD", f"compared with m = {max(pairs)}"]
     return Table(
         title=f"SGD and SAM by micro-batches of m: {METRIC_NAMES[metric]}",
@@ -213,11 +173,7 @@ def _table(
     )
 
 
-def _note(entry: MethodResult) -> str | None:
-    return (entry.incomplete_reason or entry.edge_note) if entry.replicas.runs else None
-
-
-def _over_m(pairs: Mapping[int, tuple[MethodResult, MethodResult]]) -> LineFigure:
+def _over_m(pairs: Pairs) -> LineFigure:
     series = [
         series_over(name, {float(m): pair[number].values("test_error") for m, pair in pairs.items()})
         for number, name in enumerate(("SGD by micro-batches of m", "SAM, one eps for every m"))
@@ -232,16 +188,15 @@ def _over_m(pairs: Mapping[int, tuple[MethodResult, MethodResult]]) -> LineFigur
     )
 
 
-def _over_rho(pairs: Mapping[int, tuple[MethodResult, MethodResult]]) -> LineFigure:
+def _over_rho(pairs: Pairs) -> LineFigure:
     series, runs = [], []
-    in_units = False
     for m, (_, sam) in pairs.items():
         tried = [(e, r, error) for e, r in sam.tried if (error := validation_error(r)) is not None]
         points = sorted((e.optim.rho_number, error) for e, _, error in tried)
         runs += [record.name for _, record, _ in tried]
-        in_units |= any(e.optim.rho_factor is not None for e, _ in sam.tried)
         if points:
             series.append(Series(name=f"m = {m}", x=[x for x, _ in points], y=[y for _, y in points]))
+    in_units = any(e.optim.rho_factor is not None for _, sam in pairs.values() for e, _ in sam.tried)
     return LineFigure(
         title="Validation error over rho for each m",
         x_label="rho, in units of what flatmin.suggest_rho says for m" if in_units else "rho",
@@ -253,4 +208,6 @@ def _over_rho(pairs: Mapping[int, tuple[MethodResult, MethodResult]]) -> LineFig
     )
 
 
-M_AND_RHO = item("m-and-rho", m_and_rho_jobs, m_and_rho)
+M_AND_RHO = conditions_item(
+    "m-and-rho", CLAIMS.title, CLAIMS.source, lambda scale: [m_and_rho_condition(scale)], m_and_rho
+)

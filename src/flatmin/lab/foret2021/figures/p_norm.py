@@ -6,17 +6,17 @@ Adversarial perturbations beat random ones; p = 2 and p = inf look alike. All ve
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from flatmin.lab.foret2021.claims.figures import CLAIMS
 from flatmin.lab.foret2021.item_findings import findings, hyperparameters, item
-from flatmin.lab.foret2021.scales import LAPTOP_RHOS, jobs_for, replica_seeds, start
+from flatmin.lab.foret2021.scales import LAPTOP_RHOS, jobs_for, start
 from flatmin.lab.foret2021.settings import NORMS, RHO_GRID, VALIDATION, rho_of_sup_norm
-from flatmin.lab.studies.conditions import edge_note
-from flatmin.lab.studies.contrasts import Contrast, Family, mean
+from flatmin.lab.studies.conditions import edge_note, replica_seeds
+from flatmin.lab.studies.contrasts import Family, mean
 from flatmin.lab.studies.cost import num_weights
-from flatmin.lab.studies.findings import Comparison, Findings, Hyperparameter, LineFigure, Row, Series, Table
+from flatmin.lab.studies.findings import Findings, Hyperparameter, LineFigure, Row, Series, Table
 from flatmin.lab.studies.replicas import Replicas, replicas_of, runs_of, series_over
 from flatmin.lab.studies.study import Known, Scale
 from flatmin.lab.sweeps.jobs import Job
@@ -27,7 +27,6 @@ NORM_GRIDS: Mapping[Scale, Mapping[str, tuple[float, ...]]] = {
     "smoke": {"p = 2": (0.1,), "p = inf": (0.1,), "random": (0.1, 1.0)},
 }
 """Euclidean lengths of the perturbation. A random direction rises far less than the gradient: it may go further."""
-Compared = Mapping[str, Sequence[Comparison | str]]
 HELD_OUT = f"All runs hold out {VALIDATION:.0%} of the training set, so that rho is chosen without the test set."
 
 
@@ -74,29 +73,6 @@ class Curve:
         ]
 
 
-def contrast_of(lower: Curve, higher: Curve) -> Contrast:
-    """Return the claim that one curve, at its chosen rho, has a lower test error than another at its own."""
-    return lower.chosen.lower_than(higher.chosen, "test error, %", "test_error")
-
-
-def table_of(what: str, curves: Iterable[Curve], sgd: Replicas, compared: Compared, note: str = "") -> Table:
-    """Return each curve at its chosen rho, and SGD, with comparisons by the titles of their columns."""
-    rows = [[*curve.row(), *comparisons] for curve, *comparisons in zip(curves, *compared.values(), strict=True)]
-    rows.append(["SGD", "0", sgd.cell("valid_error"), sgd.cell("test_error"), *[""] * len(compared)])
-    return Table(
-        title=f"Test error at the rho that the validation set chooses for each {what}",
-        columns=[what, "rho", "validation error", "test error", *compared],
-        rows=rows,
-        note=note,
-    )
-
-
-def figure_of(over: str, x_label: str, series: Sequence[Series], replicas: Iterable[Replicas]) -> LineFigure:
-    """Return the test error over rho."""
-    title, runs = f"Test error over {over}", runs_of(replicas)
-    return LineFigure(title=title, x_label=x_label, y_label="test error, %", series=series, log_x=True, runs=runs)
-
-
 def p_norm(scale: Scale, known: Known) -> Findings:
     """Perturb along the gradient in the 2-norm and the sup norm, and at random, over rho (Appendix C.5)."""
     replicas = replicas_of(p_norm_jobs(scale, known), known)
@@ -105,16 +81,35 @@ def p_norm(scale: Scale, known: Known) -> Findings:
         kind: Curve(kind, {rho: replicas[_norm_name(kind, rho)] for rho in rhos})
         for kind, rhos in NORM_GRIDS[scale].items()
     }
-    two, sup, noise = (curves[kind] for kind in ("p = 2", "p = inf", "random"))
-    contrasts = [contrast_of(two, noise), contrast_of(sup, noise), contrast_of(two, sup)]
+    two, sup, noise = (curves[kind].chosen for kind in ("p = 2", "p = inf", "random"))
+    contrasts = [
+        lower.lower_than(higher, "test error, %", "test_error")
+        for lower, higher in ((two, noise), (sup, noise), (two, sup))
+    ]
     family = Family(contrasts)
     two_noise, sup_noise, two_sup = map(family.comparison, contrasts)
-    compared: Compared = {
-        "compared with random": (two_noise, sup_noise, ""),
-        "compared with p = inf": (two_sup, "", ""),
-    }
-    note = "rho is the Euclidean length; for p = inf each weight moves by rho / sqrt(number of weights)."
-    over, length = "the length of the perturbation", "Euclidean length of the perturbation"
+    table = Table(
+        title="Test error at the rho that the validation set chooses for each perturbation",
+        columns=[
+            *("perturbation", "rho", "validation error", "test error"),
+            *("compared with random", "compared with p = inf"),
+        ],
+        rows=[
+            [*curves["p = 2"].row(), two_noise, two_sup],
+            [*curves["p = inf"].row(), sup_noise, ""],
+            [*curves["random"].row(), "", ""],
+            ["SGD", "0", baseline.cell("valid_error"), baseline.cell("test_error"), "", ""],
+        ],
+        note="rho is the Euclidean length; for p = inf each weight moves by rho / sqrt(number of weights).",
+    )
+    figure = LineFigure(
+        title="Test error over the length of the perturbation",
+        x_label="Euclidean length of the perturbation",
+        y_label="test error, %",
+        series=[curve.series() for curve in curves.values()],
+        log_x=True,
+        runs=runs_of(replicas.values()),
+    )
     grids = [
         Hyperparameter(name=f"rho grid, {kind}", value=rhos, source="ours", note="Euclidean length; not given")
         for kind, rhos in NORM_GRIDS[scale].items()
@@ -123,8 +118,8 @@ def p_norm(scale: Scale, known: Known) -> Findings:
     return findings(
         "p-norm",
         scale,
-        tables=[table_of("perturbation", curves.values(), baseline, compared, note)],
-        figures=[figure_of(over, length, [curve.series() for curve in curves.values()], replicas.values())],
+        tables=[table],
+        figures=[figure],
         verdicts=[family.judge(CLAIMS["p-norm"].statements[0].claim, contrasts)],
         hyperparameters=[*(h for h in given if not h.name.startswith("rho grid")), *grids],
         notes=[HELD_OUT],
@@ -139,9 +134,9 @@ def p_norm_jobs(scale: Scale, known: Known) -> dict[str, list[Job]]:
     jobs = {"SGD": jobs_for(base, "p-norm/SGD", seeds)}
     for kind, rhos in NORM_GRIDS[scale].items():
         for rho in rhos:
-            optim = start(scale, NORMS, rho=rho_of_sup_norm(rho, num_weights(base)) if kind == "p = inf" else rho).optim
+            optim = replace(base.optim, rho=rho)
             if kind == "p = inf":
-                optim = replace(optim, p=math.inf)
+                optim = replace(optim, rho=rho_of_sup_norm(rho, num_weights(base)), p=math.inf)
             elif kind == "random":
                 optim = replace(optim, direction="random")
             name = _norm_name(kind, rho)

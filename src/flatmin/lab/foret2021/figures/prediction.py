@@ -31,15 +31,17 @@ class Prediction:
     """Predictors of one gap over the same settings."""
 
     gaps: Sequence[float]
+    grid: Sequence[tuple[float | str, ...]]
+    """The hyperparameters of each setting."""
     predictors: Mapping[int | str | None, Predictor]
     """By m (None: n); and the training loss."""
     null: tuple[float, float]
     """The 2.5 and 97.5 % quantiles of the score of a shuffled measure."""
 
-    def p_value(self, grid: Sequence[tuple[float | str, ...]]) -> float:
+    def p_value(self) -> float:
         """Return the p-value that the smallest m and m = n predict equally well."""
         one, two = self.predictors[smallest_m(self.predictors)], self.predictors[None]
-        return better_predictor(one.values, two.values, self.gaps, grid)
+        return better_predictor(one.values, two.values, self.gaps, self.grid)
 
 
 def predict(found: Sequence[Member], adjust: bool) -> Prediction | None:
@@ -63,7 +65,7 @@ def predict(found: Sequence[Member], adjust: bool) -> Prediction | None:
         predictors[key] = Predictor(own, score.score, score.kendall_tau)
     # All measures have one null: that of a random order.
     null = predictive_power(range(len(found)), gaps, grid, permutations=NUM_RESAMPLES)
-    return Prediction(gaps, predictors, (null.null_low, null.null_high))
+    return Prediction(gaps, grid, predictors, (null.null_low, null.null_high))
 
 
 def can_score(gaps: Sequence[float], grid: Sequence[tuple[float | str, ...]]) -> bool:

@@ -7,7 +7,7 @@ is left of it is a predictor in the same plot, and m is judged again with its ra
 docs/reproduction.md.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from flatmin.lab.foret2021.claims.figures import CLAIMS
 from flatmin.lab.foret2021.figures.prediction import LOSS, NUM_RESAMPLES, Prediction, predict, smallest_m
@@ -23,18 +23,10 @@ from flatmin.lab.foret2021.figures.zoo import (
     members,
     zoo_jobs,
 )
-from flatmin.lab.foret2021.item_findings import about_scale, findings, item
+from flatmin.lab.foret2021.item_findings import findings, item
+from flatmin.lab.foret2021.scales import about_scale
 from flatmin.lab.foret2021.sources import HYPERPARAMETERS
-from flatmin.lab.studies.findings import (
-    Findings,
-    LineFigure,
-    Row,
-    Series,
-    Table,
-    Verdict,
-    VerdictStatus,
-    own_settings,
-)
+from flatmin.lab.studies.findings import Findings, LineFigure, Row, Series, Table, Verdict, VerdictStatus, own_settings
 from flatmin.lab.studies.statistics import SIGNIFICANT, holm, p_text
 from flatmin.lab.studies.study import Known, Scale
 from flatmin.lab.training.schedule import TOLERANCE
@@ -100,8 +92,9 @@ def predictive(scale: Scale, known: Known) -> Findings:
         )
     zoo, jobs = ZOOS[scale], [job for group in zoo_jobs(scale).values() for job in group]
     found = members(scale, known)
-    grid = [member.setting.values for member in found]
-    num_missing = sum(not job.is_complete(known[job.name]) for job in jobs)
+    complete = [job for job in jobs if job.is_complete(known[job.name])]
+    num_missing = len(jobs) - len(complete)
+    num_outside = sum(not counts(known[job.name], zoo, job.experiment.optim.lr) for job in complete)
     plain, adjusted = (predict(found, adjust) for adjust in (False, True))
     experiment = jobs[0].experiment
     size = experiment.data.train_size or 0
@@ -119,17 +112,17 @@ def predictive(scale: Scale, known: Known) -> Findings:
         scale,
         tables=[_table(*both, found) for both in shown],
         figures=[figure for both in shown for figure in _figures(*both, found, size)],
-        verdicts=_verdicts(claim, zoo, shown, grid, num_missing),
+        verdicts=_verdicts(claim, zoo, shown, num_missing),
         planned=[f"{score}: m = {smallest_m(zoo.rhos)} vs. m = n" for score in SCORES],
-        rules=RULES if scale == "laptop" else (),
+        rules=RULES,
         hyperparameters=own_settings(
             [job.experiment for job in jobs],
             ("dropout", tuple(dict.fromkeys(s.dropout for s in zoo.settings))),
             ("loss to stop at", zoo.target_loss),
-            *((f"rho of the measure, m = {_m_text(m)}", rho) for m, rho in zoo.rhos.items()),
+            *((f"rho of the measure, m = {_text(m)}", rho) for m, rho in zoo.rhos.items()),
         ),
         notes=[
-            f"{len(found)} settings of {len(zoo.settings)} count; of {len(jobs)} models {_num_outside(scale, known)} "
+            f"{len(found)} settings of {len(zoo.settings)} count; of {len(jobs)} models {num_outside} "
             f"did not stop in the band, or diverged, and {num_missing} are missing.",
             "The gap is test error minus training error, both evaluated at the weights whose sharpness was measured.",
         ],
@@ -137,19 +130,7 @@ def predictive(scale: Scale, known: Known) -> Findings:
     )
 
 
-def _num_outside(scale: Scale, known: Known) -> int:
-    """Return how many models are complete and do not count."""
-    complete = [j for group in zoo_jobs(scale).values() for j in group if j.is_complete(known[j.name])]
-    return sum(not counts(known[j.name], ZOOS[scale], j.experiment.optim.lr) for j in complete)
-
-
-def _verdicts(
-    claim: str,
-    zoo: Zoo,
-    shown: Sequence[tuple[Prediction, Prediction]],
-    grid: Sequence[tuple[float | str, ...]],
-    num_missing: int,
-) -> list[Verdict]:
+def _verdicts(claim: str, zoo: Zoo, shown: Sequence[tuple[Prediction, Prediction]], num_missing: int) -> list[Verdict]:
     """Return the verdicts on the scores, and on the adjusted ones."""
     claims = (claim, f"{ADJUSTED} {claim}")
     if num_missing:
@@ -157,7 +138,7 @@ def _verdicts(
     elif not shown:
         why = "Too few settings count to score a measure."
     else:
-        p_values = [prediction.p_value(grid) for prediction in shown[0]]
+        p_values = [prediction.p_value() for prediction in shown[0]]
         return [
             _verdict(text, prediction, p, p_holm, zoo)
             for text, prediction, p, p_holm in zip(claims, shown[0], p_values, holm(p_values), strict=True)
@@ -196,9 +177,8 @@ def _table(plain: Prediction, adjusted: Prediction, found: Sequence[Member]) -> 
     for key, one in plain.predictors.items():
         other = adjusted.predictors.get(key)
         after = ("", "") if other is None else (f"{other.score:.3f}", f"{other.tau:.3f}")
-        rows.append([_key_text(key), f"{one.score:.3f}", after[0], f"{one.tau:.3f}", after[1]])
-    low, high = plain.null
-    low_adjusted, high_adjusted = adjusted.null
+        rows.append([_text(key), f"{one.score:.3f}", after[0], f"{one.tau:.3f}", after[1]])
+    (low, high), (low_adjusted, high_adjusted) = plain.null, adjusted.null
     losses = [member.loss for member in found]
     return Table(
         title="Predictive power of m-sharpness",
@@ -217,15 +197,15 @@ def _figures(plain: Prediction, adjusted: Prediction, found: Sequence[Member], s
     x = [float(size if m is None else m) for m in m_values]
     ends = [min(x), max(x)]
     said = [member.setting.name for member in found]
-    scores: Callable[[Prediction], list[float]] = lambda one: [one.predictors[m].score for m in m_values]  # noqa: E731
+    scores, adjusted_scores = ([one.predictors[m].score for m in m_values] for one in (plain, adjusted))
     return [
         LineFigure(
             title="Predictive power of m-sharpness over m",
             x_label="m (the last: all training images)",
             y_label="score",
             series=[
-                Series(name="m-sharpness", x=x, y=scores(plain)),
-                Series(name="m-sharpness, adjusted", x=x, y=scores(adjusted)),
+                Series(name="m-sharpness", x=x, y=scores),
+                Series(name="m-sharpness, adjusted", x=x, y=adjusted_scores),
                 Series(name=LOSS, x=ends, y=[plain.predictors[LOSS].score] * 2, mode="lines"),
                 Series(name="shuffled, 97.5 %", x=ends, y=[plain.null[1]] * 2, mode="lines"),
             ],
@@ -238,7 +218,7 @@ def _figures(plain: Prediction, adjusted: Prediction, found: Sequence[Member], s
             y_label="generalization gap, points",
             series=[
                 Series(
-                    name=f"m = {_m_text(m)}",
+                    name=f"m = {_text(m)}",
                     x=[member.sharpness[m] for member in found],
                     y=plain.gaps,
                     hover=said,
@@ -252,11 +232,7 @@ def _figures(plain: Prediction, adjusted: Prediction, found: Sequence[Member], s
     ]
 
 
-def _m_text(m: int | None) -> str:
-    return "n" if m is None else str(m)
-
-
-def _key_text(key: int | str | None) -> str:
+def _text(key: int | str | None) -> str:
     return "n" if key is None else str(key)
 
 

@@ -11,10 +11,11 @@ from operator import methodcaller
 
 from flatmin.lab.foret2021.claims.figures import CLAIMS
 from flatmin.lab.foret2021.item_findings import findings, hyperparameters, item
-from flatmin.lab.foret2021.scales import LAPTOP_EPOCHS, jobs_for, replica_seeds, sam_rho, start
+from flatmin.lab.foret2021.scales import LAPTOP_EPOCHS, jobs_for, sam_rho, start
 from flatmin.lab.foret2021.settings import SECOND_ORDER
 from flatmin.lab.spec.experiment import Experiment
-from flatmin.lab.studies.contrasts import BySeed, Contrast, Family, mean
+from flatmin.lab.studies.conditions import replica_seeds
+from flatmin.lab.studies.contrasts import BySeed, Contrast, Family, mean, refuted
 from flatmin.lab.studies.findings import Findings, LineFigure, Table, Verdict
 from flatmin.lab.studies.replicas import Replicas, measured, replicas_of, runs_of, series_over
 from flatmin.lab.studies.study import Known, Scale
@@ -126,10 +127,8 @@ def _falling_cosines(cosines: Cosines, num_replicas: int) -> list[Contrast]:
 def _cosine_verdict(verdict: Verdict, cosines: Cosines) -> Verdict:
     """Return the verdict that the cosine falls from close to 1: it must also be close to 1 in the first half."""
     far = [order for order, looks in cosines.items() if mean(_half_means(looks).values()) < CLOSE_TO_ONE]
-    if far and verdict.status != "not tested":
-        said = f"In the first half it is not close to 1 (taken as {CLOSE_TO_ONE:g}): {', '.join(far)}."
-        return replace(verdict, status="not reproduced", evidence=f"{verdict.evidence} {said}")
-    return verdict
+    said = f"In the first half it is not close to 1 (taken as {CLOSE_TO_ONE:g}): {', '.join(far)}."
+    return refuted(verdict, said) if far else verdict
 
 
 def _figures(replicas: Mapping[str, Replicas], cosines: Cosines) -> list[LineFigure]:

@@ -126,11 +126,11 @@ def zoo_experiment(scale: Scale, setting: Setting) -> Experiment:
     """Return how a model is trained."""
     zoo = ZOOS[scale]
     epochs = zoo.epochs[setting.augment]
-    base = smoke("wrn-10-1").data if scale == "smoke" else Data(name="fashion-mnist", train_size=TRAIN_SIZE)
-    data = replace(base, batch_size=setting.batch_size, augment=setting.augment)
+    images = Data(name="fashion-mnist", train_size=TRAIN_SIZE, image_size=IMAGE_SIZE)
+    base = smoke("wrn-10-1").data if scale == "smoke" else images
     return Experiment(
         name=f"predictive/{setting.name}",
-        data=data if scale == "smoke" else replace(data, image_size=IMAGE_SIZE),
+        data=replace(base, batch_size=setting.batch_size, augment=setting.augment),
         model=Model(name=f"wrn-{setting.depth}-{setting.width}", dropout=setting.dropout),
         # Constant: when the learning rate decays is decided by the loss.
         optim=Optim(lr=setting.lr, weight_decay=setting.weight_decay, schedule="constant"),

@@ -11,17 +11,16 @@ from dataclasses import replace
 from scipy.stats import binomtest
 
 from flatmin.lab.foret2021.claims.figures import FIGURES, error_reductions
-from flatmin.lab.foret2021.item_findings import findings, item
-from flatmin.lab.foret2021.scales import replica_seeds
+from flatmin.lab.foret2021.item_findings import findings
 from flatmin.lab.foret2021.tables.fine_tuning import fine_tuning_conditions, pretraining
 from flatmin.lab.foret2021.tables.from_scratch import svhn_fashion_conditions, table1_conditions
 from flatmin.lab.foret2021.tables.imagenet import imagenet_conditions
-from flatmin.lab.studies.conditions import Condition, MethodResult, better, condition_jobs, condition_results
+from flatmin.lab.studies.conditions import Condition, MethodResult, better, conditions_item
 from flatmin.lab.studies.contrasts import BySeed, Contrast, Family, mean
 from flatmin.lab.studies.findings import Findings, LineFigure, Series, Verdict
 from flatmin.lab.studies.replicas import runs_of
 from flatmin.lab.studies.statistics import p_text
-from flatmin.lab.studies.study import Groups, Known, Scale
+from flatmin.lab.studies.study import Scale
 
 CLAIMS = FIGURES["error-reduction"]
 METRIC = "test_error"
@@ -39,15 +38,8 @@ def conditions(scale: Scale) -> list[Condition]:
     return list({condition.name: condition for condition in found}.values())  # Tables 1 and 5 may share some
 
 
-def error_reduction_jobs(scale: Scale, known: Known) -> Groups:
-    """Return their runs."""
-    jobs = condition_jobs(conditions(scale), known, "error-reduction", replica_seeds(scale))
-    return {**pretraining(scale), **jobs}
-
-
-def error_reduction(scale: Scale, known: Known) -> Findings:
+def error_reduction(scale: Scale, entries: Sequence[MethodResult]) -> Findings:
     """Figure 1, left: 100 (1 - SAM's mean error / the baseline's), over the conditions of Tables 1, 2, 3 and 5."""
-    entries = condition_results(conditions(scale), known, "error-reduction", replica_seeds(scale))
     pairs = compared_methods(entries)
     measured: dict[str, list[tuple[float, str]]] = {}
     for entry, baseline in pairs:
@@ -147,4 +139,6 @@ def mean_reductions(errors: Sequence[tuple[BySeed, BySeed]]) -> dict[int, float]
     return {s: 100 * mean(1 - sam[s] / base[s] for sam, base in errors if base[s] > 0) for s in sorted(seeds)}
 
 
-ERROR_REDUCTION = item("error-reduction", error_reduction_jobs, error_reduction)
+ERROR_REDUCTION = conditions_item(
+    "error-reduction", CLAIMS.title, CLAIMS.source, conditions, error_reduction, pretraining
+)

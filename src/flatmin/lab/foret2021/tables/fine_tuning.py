@@ -14,23 +14,30 @@ from typing import Any
 
 from flatmin.lab.foret2021 import protocol, settings
 from flatmin.lab.foret2021.claims.appendix import FINETUNING_RHO_005
-from flatmin.lab.foret2021.claims.tables import FINETUNING, FINETUNING_DATASETS, PREVIOUS_BEST, PREVIOUS_METHODS
+from flatmin.lab.foret2021.claims.tables import (
+    FINETUNING,
+    FINETUNING_DATASETS,
+    PREVIOUS_BEST,
+    PREVIOUS_METHODS,
+    PreviousBest,
+)
 from flatmin.lab.foret2021.item_findings import table_item
 from flatmin.lab.foret2021.scales import smoke
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
-from flatmin.lab.studies.conditions import (
+from flatmin.lab.studies.conditions import MAX_EXTENSIONS, Condition
+from flatmin.lab.studies.findings import Cell, Table
+from flatmin.lab.studies.methods import (
     FACTORS,
-    MAX_EXTENSIONS,
     VALIDATION,
     Candidates,
-    Condition,
     Method,
+    baselines,
     double_epochs,
     no_tuning,
+    with_factors,
     with_rates,
     with_rho,
 )
-from flatmin.lab.studies.findings import Cell, Row, Table
 from flatmin.lab.studies.printed import Claims
 from flatmin.lab.studies.study import Scale
 from flatmin.lab.sweeps.jobs import Job
@@ -97,8 +104,7 @@ def pretraining(scale: Scale) -> dict[str, list[Job]]:
 
 
 def _methods(rhos: Sequence[float], m: int | None) -> tuple[Method, ...]:
-    base = Method(name="without SAM", candidates=no_tuning)
-    longer = double_epochs(base)
+    base, longer = baselines(no_tuning, "without SAM")
     sam = Method(name="SAM", candidates=with_rho(rhos, m), after=base.name, against=((base.name, longer.name),))
     return base, longer, sam
 
@@ -147,8 +153,8 @@ def _small_condition(scale: Scale, source: Claims, rho: float | None) -> Conditi
     rivals = ((sgd.name, longer.name),)
     more: tuple[Method, ...] = ()
     if rho is None:
-        sam = Method(name="SAM", candidates=_with_factors(factors), after=sgd.name, against=rivals, extends=True)
-        more = (replace(sam, name=ON_NORM_LAYERS, candidates=_with_factors(on_norm_layers, norm=True), ours=True),)
+        sam = Method(name="SAM", candidates=with_factors(factors), after=sgd.name, against=rivals, extends=True)
+        more = (replace(sam, name=ON_NORM_LAYERS, candidates=_on_norm_layers(on_norm_layers), ours=True),)
     else:
         sam = Method(name="SAM", candidates=with_rho([rho]), after=sgd.name, against=rivals)
     return Condition(
@@ -179,29 +185,25 @@ def _smoke_start() -> Experiment:
     return replace(start, model=model, optim=replace(start.optim, warmup_epochs=0.5))
 
 
-def _with_factors(factors: Sequence[float], *, norm: bool = False) -> Candidates:
-    """Return SAM with each factor of the suggested rho, on all weights or on those of normalization layers."""
-    perturbs: dict[str, Any] = {"perturb": "norm"} if norm else {}
-    return lambda base: [replace(base, optim=replace(base.optim, rho=f"{f:g}x", **perturbs)) for f in factors]
+def _on_norm_layers(factors: Sequence[float]) -> Candidates:
+    """Return SAM with each factor of the rho suggested for normalization layers, which alone are perturbed."""
+    own = with_factors(factors)
+    return lambda base: [replace(e, optim=replace(e.optim, perturb="norm")) for e in own(base)]
 
 
 def _previous_best() -> Table:
-    rows: list[Row] = []
-    for dataset in FINETUNING_DATASETS:
-        bests = [PREVIOUS_BEST[dataset, model] for model in settings.FINETUNING]
-        notes = [f"{best.method}, {PREVIOUS_METHODS[best.method]}" for best in bests]
-        cells = (Cell(claimed=b.error.printed, note=note) for b, note in zip(bests, notes, strict=True))
-        rows.append([dataset, *cells])
+    def cell(best: PreviousBest) -> Cell:
+        return Cell(claimed=best.error.printed, note=f"{best.method}, {PREVIOUS_METHODS[best.method]}")
+
     return Table(
         title="The best before, as the paper cites it: top-1 error",
         columns=("dataset", "from ImageNet alone (next to b7)", "from any data (next to L2)"),
-        rows=rows,
+        rows=[[d, *(cell(PREVIOUS_BEST[d, model]) for model in settings.FINETUNING)] for d in FINETUNING_DATASETS],
     )
 
 
 def _shape(scale: Scale) -> dict[str, Any]:
-    laptop = {"metrics": protocol.METRICS, "rules": RULES} if scale == "laptop" else {}
-    return {"label_columns": ("dataset",), **laptop}
+    return protocol.table_shape(scale, ("dataset",), RULES)
 
 
 FINE_TUNING = table_item(

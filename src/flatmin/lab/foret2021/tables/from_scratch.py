@@ -17,26 +17,11 @@ from flatmin.lab.foret2021.claims.tables import AUGMENTATIONS, CIFAR, CIFAR_ROWS
 from flatmin.lab.foret2021.item_findings import table_item
 from flatmin.lab.foret2021.scales import smoke
 from flatmin.lab.spec.experiment import Augment, Experiment
-from flatmin.lab.studies.conditions import (
-    Condition,
-    Method,
-    baselines,
-    double_epochs,
-    no_tuning,
-    sam_and_small_m,
-    with_rates,
-    with_rho,
-)
+from flatmin.lab.studies.conditions import Condition
+from flatmin.lab.studies.methods import Method, baselines, no_tuning, sam_and_small_m, with_rates, with_rho
 from flatmin.lab.studies.printed import Claims
 from flatmin.lab.studies.study import Scale
 
-FAMILY_ROWS = {
-    "wrn": "WRN-28-10 (200 epochs)",
-    "shake-shake": "Shake-Shake (26 2x96d)",
-    "pyramidnet-shakedrop": "PyramidNet+ShakeDrop",
-    "pyramidnet": "PyramidNet",
-}
-"""The rows of Table 1, by the family of the model."""
 SMOKE_FAMILIES = ("wrn-10-1", "shake-shake-26-2x2d", "pyramidnet-11-6", "pyramidnet-11-6-shakedrop")
 
 
@@ -63,7 +48,8 @@ def svhn_fashion_conditions(scale: Scale) -> list[Condition]:
             for augment in ("basic", "autoaugment")
         ]
     if scale == "laptop":
-        return [_laptop_condition(protocol.fashion_mnist(augment="basic"), protocol.few_arms())]
+        start = protocol.fashion_mnist(augment="basic")
+        return [_laptop_condition(start, protocol.few_arms(), SVHN_FASHION, "Wide-ResNet-28-10")]
     return [_smoke_condition(SMOKE_FAMILIES[0], "basic"), _smoke_condition(SMOKE_FAMILIES[1], "cutout")]
 
 
@@ -75,9 +61,7 @@ def default_rho_conditions(scale: Scale) -> list[Condition]:
     if scale == "laptop":
         sgd, control = protocol.baselines(), protocol.baselines(protocol.M)
         rivals = tuple(method.name for method in control)
-        sam = Method(
-            name=f"SAM, m = {protocol.M}", candidates=with_rho(rhos, protocol.M), after="SGD", against=(rivals,)
-        )
+        sam = Method(name=protocol.SAM_WITH_M, candidates=with_rho(rhos, protocol.M), after="SGD", against=(rivals,))
         return [_laptop_condition(protocol.cifar10(augment="basic"), (*sgd, *control, sam), CIFAR_RHO_005)]
     return [_smoke_condition(SMOKE_FAMILIES[0], "basic", rhos=rhos)]
 
@@ -110,33 +94,27 @@ def _paper_condition(row: str, augment: str, paper: Experiment, source: Claims, 
 
 def sgd_and_sam(rho: float | str, m: int | None, doubles: bool = True) -> tuple[Method, ...]:
     """Return SGD, also for twice as many epochs if it doubles, and SAM, with nothing to choose."""
-    sgd = Method(name="SGD", candidates=no_tuning)
-    baselines = (sgd, double_epochs(sgd)) if doubles else (sgd,)
-    names = tuple(method.name for method in baselines)
-    return (*baselines, Method(name="SAM", candidates=with_rho([rho], m), after="SGD", against=(names,)))
+    sgd = baselines(no_tuning)[: 2 if doubles else 1]
+    names = tuple(method.name for method in sgd)
+    return (*sgd, Method(name="SAM", candidates=with_rho([rho], m), after="SGD", against=(names,)))
 
 
-def _laptop_condition(start: Experiment, methods: tuple[Method, ...], source: Claims | None = None) -> Condition:
-    """Return a condition of the laptop's protocol; the paper's numbers are next to SGD and to SAM with its m."""
-    nearest, labels = _nearest_claims(start.model.name, start.data.augment, start.data.name)
+def _laptop_condition(
+    start: Experiment, methods: tuple[Method, ...], source: Claims = CIFAR, row: str = CIFAR_ROWS[0]
+) -> Condition:
+    """Return a condition of the laptop's protocol; the paper's numbers are next to SGD and to SAM with its m.
+
+    They are for the condition that is most like it: where the paper always augments, basic augmentation.
+    """
+    augment, dataset = start.data.augment, start.data.name
     return Condition(
-        labels=(start.model.name, start.data.augment),
-        column=start.data.name,
+        labels=(start.model.name, augment),
+        column=dataset,
         start=start,
         methods=methods,
-        claimed=(source or nearest).errors(*labels, sgd="SGD", sam=f"SAM, m = {protocol.M}"),
+        claimed=source.errors(row, "basic" if augment == "none" else augment, dataset, sam=protocol.SAM_WITH_M),
         most_train_error=protocol.MOST_TRAIN_ERROR,
     )
-
-
-def _nearest_claims(model: str, augment: Augment, dataset: str) -> tuple[Claims, tuple[str, str, str]]:
-    """Return where the paper's numbers are for the condition that is most like one of the laptop's."""
-    family = next(prefix for prefix in FAMILY_ROWS if model.startswith(prefix))
-    if dataset == "fashion-mnist":  # where "auto augment" is Cutout
-        row = FAMILY_ROWS[family] if family == "shake-shake" else "Wide-ResNet-28-10"
-        return SVHN_FASHION, (row, "autoaugment" if augment == "cutout" else "basic", dataset)
-    row = FAMILY_ROWS["pyramidnet-shakedrop" if model.endswith("shakedrop") else family]
-    return CIFAR, (row, augment if augment in AUGMENTATIONS else "basic", dataset)
 
 
 def _smoke_condition(model: str, augment: Augment, rhos: Sequence[float] = (0.05, 0.1)) -> Condition:
@@ -152,8 +130,7 @@ def _smoke_condition(model: str, augment: Augment, rhos: Sequence[float] = (0.05
 
 
 def _shape(scale: Scale) -> dict[str, Any]:
-    laptop = {"metrics": protocol.METRICS, "rules": protocol.RULES} if scale == "laptop" else {}
-    return {"label_columns": ("model", "augmentation"), **laptop}
+    return protocol.table_shape(scale, ("model", "augmentation"))
 
 
 TABLE1 = table_item("table1", table1_conditions, shape=_shape)

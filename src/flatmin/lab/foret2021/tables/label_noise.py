@@ -14,29 +14,13 @@ from typing import Any
 from flatmin.lab.foret2021 import protocol, settings
 from flatmin.lab.foret2021.claims.appendix import NOISE_VALIDATION
 from flatmin.lab.foret2021.claims.tables import LABEL_NOISE, NOISE_LITERATURE, NOISE_METHODS, NOISE_PERCENT
-from flatmin.lab.foret2021.item_findings import findings, hyperparameters, item, rules_of, table_item
-from flatmin.lab.foret2021.scales import (
-    LAPTOP,
-    LAPTOP_M,
-    TABLE8_REPLICAS,
-    jobs_for,
-    replica_seeds,
-    small_images,
-    smoke,
-)
+from flatmin.lab.foret2021.item_findings import findings, hyperparameters, item, table_item
+from flatmin.lab.foret2021.scales import LAPTOP, LAPTOP_M, TABLE8_REPLICAS, jobs_for, small_images, smoke
 from flatmin.lab.spec.experiment import Experiment
-from flatmin.lab.studies.conditions import (
-    Candidates,
-    Condition,
-    Method,
-    baselines,
-    double_epochs,
-    no_tuning,
-    stopped_early,
-    with_rho,
-)
+from flatmin.lab.studies.conditions import Condition, replica_seeds
 from flatmin.lab.studies.contrasts import Contrast, Family, mean
 from flatmin.lab.studies.findings import Cell, Findings, Table
+from flatmin.lab.studies.methods import Candidates, Method, baselines, no_tuning, stopped_early, with_rho
 from flatmin.lab.studies.printed import Claimed
 from flatmin.lab.studies.replicas import Replicas, replicas_of
 from flatmin.lab.studies.study import Known, Scale
@@ -52,6 +36,7 @@ TABLE8_RHOS: Mapping[Scale, tuple[float, ...]] = {
     "laptop": tuple(rho for rho in settings.RHO_GRID if rho >= 0.05),
     "smoke": (0.1,),
 }
+TABLE8_M: Mapping[Scale, int | None] = {"paper": settings.LABEL_NOISE[20].optim.m, "laptop": LAPTOP_M, "smoke": 10}
 PAPERS_BEST_RHO = {20: 0.1, 40: 0.1, 60: 0.1, 80: 0.05}
 
 
@@ -94,17 +79,19 @@ def noise_and_rho_jobs(scale: Scale, known: Known) -> dict[tuple[str, str], list
         base = small_images(base) if scale == "laptop" else base
         held_out = replace(base.data, validation=settings.VALIDATION, bootstrap=True)
         for rho in (0.0, *TABLE8_RHOS[scale]):
-            experiment = replace(base, data=held_out, optim=replace(base.optim, rho=rho, m=base_m(scale)))
+            experiment = replace(base, data=held_out, optim=replace(base.optim, rho=rho, m=TABLE8_M[scale]))
             key = f"{percent} %", f"rho {rho:g}"
-            jobs[key] = jobs_for(experiment, "/".join(("noise-and-rho", *key)), table8_seeds(scale))
+            jobs[key] = jobs_for(experiment, "/".join(("noise-and-rho", *key)), replica_seeds(scale)[:TABLE8_REPLICAS])
     return jobs
 
 
 def noise_and_rho(scale: Scale, known: Known) -> Findings:
     """Table 8: the validation error of bootstrapped SAM for each rho and noise level."""
-    percents, m, rhos = PERCENTS[scale], base_m(scale), (0.0, *TABLE8_RHOS[scale])
+    percents, rhos = PERCENTS[scale], (0.0, *TABLE8_RHOS[scale])
     jobs = noise_and_rho_jobs(scale, known)
-    runs = {(r, p): _named(replicas_of(jobs, known)[f"{p} %", f"rho {r:g}"], r) for p in percents for r in rhos}
+    replicas = replicas_of(jobs, known)
+    names = {rho: f"rho = {rho:g}" if rho else "without SAM" for rho in rhos}
+    runs = {(r, p): replace(replicas[f"{p} %", f"rho {r:g}"], name=names[r]) for p in percents for r in rhos}
     claimed = {
         f"{percent} % noise: rho = {rho:g} has a lower validation error than {what}.": contrast
         for percent in percents
@@ -112,35 +99,24 @@ def noise_and_rho(scale: Scale, known: Known) -> Findings:
         for what, contrast in _contrasts({r: runs[r, percent] for r in rhos}, rho, percent, scale).items()
     }
     family = Family(claimed.values())
-    tables = [
-        Table(
-            title="Validation error of bootstrapped SAM",
-            columns=("rho", *(f"{percent} % noise" for percent in percents)),
-            rows=[[f"{rho:g}", *(_cell(runs[rho, p], rho, p, scale) for p in percents)] for rho in rhos],
-            note="The validation set is clean.",
-        )
-    ]
+    table = Table(
+        title="Validation error of bootstrapped SAM",
+        columns=("rho", *(f"{percent} % noise" for percent in percents)),
+        rows=[[f"{rho:g}", *(_cell(runs[rho, p], rho, p, scale) for p in percents)] for rho in rhos],
+        note="The validation set is clean.",
+    )
     return findings(
         "noise-and-rho",
         scale,
-        tables=tables,
+        tables=[table],
         verdicts=[family.judge(claim, [contrast]) for claim, contrast in claimed.items()],
         hyperparameters=hyperparameters(
-            "noise-and-rho", scale, [own[0].experiment for own in jobs.values()], ("rho", rhos), ("m", m)
+            "noise-and-rho", scale, [own[0].experiment for own in jobs.values()], ("rho", rhos), ("m", TABLE8_M[scale])
         ),
         planned=family.names,
-        rules=rules_of("noise-and-rho", scale, TABLE8_RULES if scale == "laptop" else ()),
+        rules=TABLE8_RULES,
         notes=[f'The paper says: "{s.claim}" {s.own_numbers}' for s in NOISE_VALIDATION.statements],
     )
-
-
-def table8_seeds(scale: Scale) -> tuple[int, ...]:
-    """Return the seeds of Table 8's replicas: none of a run that chooses."""
-    return replica_seeds(scale)[:TABLE8_REPLICAS]
-
-
-def _named(replicas: Replicas, rho: float) -> Replicas:
-    return replace(replicas, name=f"rho = {rho:g}" if rho else "without SAM")
 
 
 def _contrasts(runs: Mapping[float, Replicas], rho: float, percent: int, scale: Scale) -> dict[str, Contrast]:
@@ -161,9 +137,9 @@ def _contrasts(runs: Mapping[float, Replicas], rho: float, percent: int, scale: 
             against if complete else replace(against, lower={}, higher={}, higher_name="the best other rho")
         )
     error = mean(runs[0.0].by_seed("train_error").values())
-    if scale != "laptop" or any(c.waits for c in contrasts.values()) or error <= protocol.MOST_NOISY_TRAIN_ERROR:
-        return contrasts
     most = protocol.MOST_NOISY_TRAIN_ERROR
+    if scale != "laptop" or any(c.waits for c in contrasts.values()) or error <= most:
+        return contrasts
     why = f"without SAM the training error ends at {error:.1f} %, above {most:g} %"
     return {what: replace(c, lower={}, higher={}, untestable=why) for what, c in contrasts.items()}
 
@@ -176,11 +152,6 @@ def _cell(group: Replicas, rho: float, percent: int, scale: Scale) -> Cell:
         claimed=claimed.printed if claimed is not None and scale != "smoke" else None,
         note=f"{lost} of {len(group.records)} failed" if lost else None,
     )
-
-
-def base_m(scale: Scale) -> int | None:
-    """Return how many examples share a perturbation at a scale."""
-    return {"paper": settings.LABEL_NOISE[20].optim.m, "laptop": LAPTOP_M, "smoke": 10}[scale]
 
 
 def _start(scale: Scale, percent: int) -> Experiment:
@@ -216,14 +187,12 @@ def _methods(scale: Scale, percent: int) -> tuple[Method, ...]:
     sgd, longer = baselines(no_tuning)
     optim = settings.LABEL_NOISE[percent].optim
     rhos, m = ([optim.rho], optim.m) if scale == "paper" else ((0.05, 0.1), None)
-    mixup = Method(
-        name="Mixup", candidates=_with_mixup(settings.MIXUP_ALPHAS if scale == "paper" else (1.0,)), after="SGD"
-    )
-    mixups = (mixup, double_epochs(mixup))
+    alphas = settings.MIXUP_ALPHAS if scale == "paper" else (1.0,)
+    mixups = baselines(_with_mixup(alphas), "Mixup", after="SGD")
     rivals = ((sgd.name, longer.name), tuple(method.name for method in mixups))
     sam = Method(name="SAM", candidates=with_rho(rhos, m), after="SGD", against=rivals)
     early = () if scale == "paper" else (stopped_early(sgd, 1, noisy=True),)
-    return (sgd, longer, *mixups, _bootstrap(mixup), sam, replace(_bootstrap(sam), against=((sam.name,),)), *early)
+    return (sgd, longer, *mixups, _bootstrap(mixups[0]), sam, _bootstrap(sam, against=((sam.name,),)), *early)
 
 
 def _laptop_methods(percent: int) -> tuple[Method, ...]:
@@ -241,20 +210,19 @@ def _laptop_methods(percent: int) -> tuple[Method, ...]:
         replace(protocol.sam((sgd, longer)), against=rivals),
         replace(with_m, against=((control.name,), *rivals, (clean.name,), (noisy.name,))),
         protocol.sam((sgd, longer), part=protocol.PART),
-        replace(_bootstrap(with_m), against=((with_m.name,),)),
+        _bootstrap(with_m, against=((with_m.name,),)),
     )
 
 
-def _bootstrap(method: Method) -> Method:
-    return Method(name=f"Bootstrap + {method.name}", candidates=_bootstrapped, after=method.name)
+def _bootstrap(method: Method, against: tuple[tuple[str, ...], ...] = ()) -> Method:
+    def relabeled(base: Experiment) -> list[Experiment]:
+        return [replace(base, data=replace(base.data, bootstrap=True))]
+
+    return Method(name=f"Bootstrap + {method.name}", candidates=relabeled, after=method.name, against=against)
 
 
 def _with_mixup(alphas: Sequence[float]) -> Candidates:
     return lambda base: [replace(base, data=replace(base.data, mixup=alpha)) for alpha in alphas]
-
-
-def _bootstrapped(base: Experiment) -> list[Experiment]:
-    return [replace(base, data=replace(base.data, bootstrap=True))]
 
 
 def _literature(scale: Scale) -> dict[str, dict[str, Cell]]:
@@ -269,10 +237,12 @@ def _literature(scale: Scale) -> dict[str, dict[str, Cell]]:
 
 
 def _shape(scale: Scale) -> dict[str, Any]:
-    shape = {"label_columns": (), "layout": "methods in rows", "accuracy": True}
-    if scale == "laptop":
-        shape |= {"metrics": protocol.METRICS, "rules": RULES}
-    return {**shape, "literature": _literature(scale) if scale != "smoke" else {}}
+    return {
+        **protocol.table_shape(scale, (), RULES),
+        "layout": "methods in rows",
+        "accuracy": True,
+        "literature": _literature(scale) if scale != "smoke" else {},
+    }
 
 
 TABLE4 = table_item("label-noise", label_noise_conditions, shape=_shape)
