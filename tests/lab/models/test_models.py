@@ -14,7 +14,7 @@ from flatmin.lab.data.embedded import load_digits
 from flatmin.lab.errors import ModelError, SpecError
 from flatmin.lab.models.build import build_model, freeze_batch_norm, head_name, input_statistics
 from flatmin.lab.models.pyramidnet import block_widths, survival_probabilities
-from flatmin.lab.models.resnet_cifar import BasicBlock
+from flatmin.lab.models.resnets import BasicBlock
 from flatmin.lab.models.shake import RandomScale, ShakeDrop, ShakeShake, ShakeShortcut, true_gradient
 from flatmin.lab.models.transformers import Block, positions
 from flatmin.lab.spec.experiment import Model
