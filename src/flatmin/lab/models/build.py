@@ -46,12 +46,13 @@ def input_statistics(network: nn.Module) -> tuple[tuple[float, ...], tuple[float
     return tuple(configuration["mean"]), tuple(configuration["std"])
 
 
-def freeze_batch_norm(network: nn.Module) -> None:
-    """Let batch norm normalize with its statistics and leave them, "as we would at test time" (Appendix C.2).
+def set_training_mode(network: nn.Module, model: Model) -> None:
+    """Let a model train; frozen batch norm keeps its statistics, "as we would at test time" (Appendix C.2).
 
-    Its scale and shift are trained on. To be called after every ``network.train()``.
+    Its scale and shift are trained on.
     """
-    for layer in network.modules():
+    network.train()
+    for layer in network.modules() if model.freeze_batch_norm else ():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm):
             layer.eval()
 
