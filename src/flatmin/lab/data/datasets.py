@@ -7,7 +7,7 @@ were compared here.
 import gzip
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -212,10 +212,7 @@ def _listings(name: str, data_root: Path | None) -> tuple[Listing, Listing]:
     }
     kind, train_splits, test_split = kinds[name]
     info = dataset_info(name)
-    download: Callable[[Path], None] | None = None
-    if info.downloadable:
-        download = lambda target: kind(target, split=test_split, download=True)  # noqa: E731
-    root = find_or_download(name, data_root, download)
+    root = find_or_download(name, data_root, lambda target: kind(target, split=test_split, download=True))
     if name == "flowers102":
         check_files(name, root / "flowers-102", [kind._file_dict["label"], kind._file_dict["setid"]])
     if name == "imagenet":

@@ -131,15 +131,14 @@ class Model:
         differs = self.norm == "batch" and family in ("wrn", "shake-shake", "pyramidnet")
         only = "standard: only wrn-* with batch norm, shake-shake-* and pyramidnet-* differ"
         fresh = "false where there is no checkpoint: fresh statistics (0 and 1) normalize nothing"
-        rates = {"dropout": self.dropout, "drop_connect": self.drop_connect}
-        has_rate = {"dropout": family in ("timm", "wrn"), "drop_connect": family == "timm"}
-        whose = {"dropout": "wrn-* and models from timm", "drop_connect": "models from timm"}
         require(
             self,
             ("norm", self.norm == "batch" or family == "wrn", "batch: only wrn-* goes without"),
             ("design", self.design == "standard" or differs, only),
-            *((name, 0 <= rate < 1, "in [0, 1)") for name, rate in rates.items()),
-            *((name, rate == 0 or has_rate[name], f"0: only {whose[name]} have it") for name, rate in rates.items()),
+            ("dropout", 0 <= self.dropout < 1, "in [0, 1)"),
+            ("drop_connect", 0 <= self.drop_connect < 1, "in [0, 1)"),
+            ("dropout", self.dropout == 0 or family in ("timm", "wrn"), "0: only wrn-* and models from timm have it"),
+            ("drop_connect", self.drop_connect == 0 or family == "timm", "0: only models from timm have it"),
             ("head", self.head == "auto" or self.checkpoint is not None, "auto where there is no checkpoint"),
             ("freeze_batch_norm", not self.freeze_batch_norm or self.checkpoint is not None, fresh),
         )
