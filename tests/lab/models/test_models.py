@@ -16,7 +16,7 @@ from flatmin.lab.models.build import build_model, head_name, input_statistics, s
 from flatmin.lab.models.pyramidnet import block_widths, survival_probabilities
 from flatmin.lab.models.resnets import BasicBlock
 from flatmin.lab.models.shake import RandomScale, ShakeDrop, ShakeShake, ShakeShortcut, true_gradient
-from flatmin.lab.models.transformers import Block, positions
+from flatmin.lab.models.small import Block, positions
 from flatmin.lab.spec.experiment import Model
 
 

@@ -7,11 +7,10 @@ from torch import nn
 
 from flatmin.lab.errors import ModelError
 from flatmin.lab.models.layers import start_head_uniform
-from flatmin.lab.models.plain import MLP, PlainCNN
 from flatmin.lab.models.pyramidnet import PyramidNet
 from flatmin.lab.models.resnets import ResNetCifar, Shortcut, WideResNet
 from flatmin.lab.models.shake import ShakeShakeNet
-from flatmin.lab.models.transformers import CharTransformer, VisionTransformer
+from flatmin.lab.models.small import MLP, CharTransformer, PlainCNN, VisionTransformer
 from flatmin.lab.models.weights import load_weights
 from flatmin.lab.spec.experiment import Model
 from flatmin.lab.spec.models import check_model_name

@@ -45,7 +45,7 @@ class BasicBlock(nn.Module):
 class ResNetCifar(nn.Module):
     """ResNet of depth 6 n + 2: three groups of n blocks with 16, 32 and 64 channels."""
 
-    def __init__(self, depth: int, *, num_classes: int, in_channels: int = 3, shortcut: Shortcut = "identity") -> None:
+    def __init__(self, depth: int, *, num_classes: int, in_channels: int, shortcut: Shortcut) -> None:
         super().__init__()
         self.conv1, self.norm1 = conv3x3(in_channels, 16), nn.BatchNorm2d(16)
         self.blocks = three_groups(16, (16, 32, 64), (depth - 2) // 6, partial(BasicBlock, shortcut=shortcut))
@@ -70,7 +70,7 @@ class WideBlock(nn.Module):
     """Whether norm and ReLU come before the shortcut branches off."""
 
     def __init__(
-        self, in_channels: int, channels: int, stride: int, *, batch_norm: bool, pooled_shortcut: bool = False
+        self, in_channels: int, channels: int, stride: int, *, batch_norm: bool, pooled_shortcut: bool
     ) -> None:
         super().__init__()
         self.stride, self.channels = stride, channels
@@ -110,10 +110,10 @@ class WideResNet(nn.Module):
         width: int,
         *,
         num_classes: int,
-        in_channels: int = 3,
-        batch_norm: bool = True,
-        reference: bool = False,
-        dropout: float = 0.0,
+        in_channels: int,
+        batch_norm: bool,
+        reference: bool,
+        dropout: float,
     ) -> None:
         super().__init__()
         self.conv1 = conv3x3(in_channels, 16, bias=not batch_norm)

@@ -17,9 +17,7 @@ NEW_HEAD_STD = 0.01
 """Of a new last layer's weights: large logits of random weights send gradients that destroy what was learned before."""
 
 
-def load_weights(
-    network: nn.Module, path: str, *, head: str, head_choice: Literal["auto", "new", "keep"] = "auto"
-) -> None:
+def load_weights(network: nn.Module, path: str, *, head: str, head_choice: Literal["auto", "new", "keep"]) -> None:
     """Load a checkpoint file into a model, in place; its last layer is called ``head``.
 
     A new last layer gets small random weights from torch's generator; ``auto`` makes one if its shape differs.
