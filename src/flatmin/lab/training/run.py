@@ -30,9 +30,10 @@ from flatmin.lab.training.schedule import learning_rate, settles, settling_facto
 from flatmin.lab.training.session import Callback, Clock, Interruption, RunProgress, fixes
 from flatmin.lab.training.steps import StepMetrics, Stepper
 from flatmin.lab.training.trained_model import (
+    PREDICTED_LABELS,
     load_trained,
     model_pipeline,
-    predicted_labels,
+    read_predicted_labels,
     relabeled,
     with_weights_file,
 )
@@ -109,11 +110,14 @@ class Run:
         return suggested.rho * self.experiment.optim.rho_number
 
     def _predicted_labels(self) -> NDArray[np.int64]:
+        """Return what the first model predicts (Section 3.3); it is saved: a resumed run sees the same labels."""
         path = self.directory.path
-        first_stage = path.with_name(self.experiment.first_stage().run_name(self.directory.seed))
-        return predicted_labels(
-            path, self.dataset, lambda: load_trained(first_stage, data_root=self.data_root).predicted_labels()
-        )
+        if not (path / PREDICTED_LABELS).exists():
+            first_stage = path.with_name(self.experiment.first_stage().run_name(self.directory.seed))
+            labels = load_trained(first_stage, data_root=self.data_root).predicted_labels()
+            num_changed = int((self.dataset.train.labels != labels).sum())
+            write_json(path / PREDICTED_LABELS, {"num_changed": num_changed, "labels": labels.tolist()}, indent=None)
+        return read_predicted_labels(path, self.dataset)
 
     def _read_saved(self) -> tuple[dict[str, Any] | None, list[Metrics]]:
         """Return the latest usable checkpoint and the metrics of its epochs."""
