@@ -18,9 +18,8 @@ from flatmin.lab.errors import SpecError
 from flatmin.lab.runs.directory import is_finished
 from flatmin.lab.runs.json_files import storing, write_json
 from flatmin.lab.runs.record import MeasurementResult, read_measurement
-from flatmin.lab.training import trained_model
 from flatmin.lab.training.auto_rho import measured_rise
-from flatmin.lab.training.trained_model import TrainedModel
+from flatmin.lab.training.trained_model import TrainedModel, load_trained
 from flatmin.measures import (
     HessianOperator,
     loss_landscape,
@@ -65,7 +64,6 @@ class Measurement:
         cls.kind, cls.ranges = kind, COMMON | ranges
 
     def __post_init__(self) -> None:
-        """Check every setting."""
         for name, (holds, allowed) in self.ranges.items():
             value = getattr(self, name)
             if value is not None and not holds(value):
@@ -286,11 +284,7 @@ def measure_run(
             missing.append(m)
     trained: TrainedModel | None = None
     for epoch in dict.fromkeys(m.epoch for m in missing):
-        trained = (
-            trained_model.load_trained(run, data_root=data_root, epoch=epoch)
-            if trained is None
-            else trained.at_epoch(epoch)
-        )
+        trained = trained.at_epoch(epoch) if trained else load_trained(run, data_root=data_root, epoch=epoch)
         at = {"epoch": trained.epoch, "step": trained.step}
         for m in (m for m in missing if m.epoch == epoch):
             name = m.name if is_finished(run) or epoch is not None else f"{m.name}-step{at['step']}"

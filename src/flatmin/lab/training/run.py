@@ -169,7 +169,7 @@ class Run:
                         self._pause(clock, interruption)
                 self._stop_if_diverged()
                 progress.time_seconds += clock.stop()
-                self._complete_epoch(events, callback, clock.examples_per_second, lr)
+                self._complete_epoch(events, callback, clock.num_examples / clock.epoch_seconds, lr)
                 self._pause(clock, interruption)
         return self.workers.on_main(lambda: self.directory.finish(progress.time_seconds))
 

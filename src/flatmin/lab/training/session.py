@@ -91,11 +91,6 @@ class Clock:
         """Record that a checkpoint was written, and start again."""
         self.saved_at = self.started_at = time.monotonic()
 
-    @property
-    def examples_per_second(self) -> float:
-        """The speed of this session's part of the epoch."""
-        return self.num_examples / self.epoch_seconds
-
 
 @dataclass
 class Interruption:
