@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from flatmin.lab.errors import ModelError
 
 WRAPPERS = ("state_dict", "model", "network")  # under which training scripts keep the weights
-
-
 NEW_HEAD_STD = 0.01
 """Of a new last layer's weights: large logits of random weights send gradients that destroy what was learned before."""
 
