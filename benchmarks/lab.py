@@ -28,7 +28,7 @@ from flatmin.lab.models.build import build_model
 from flatmin.lab.spec.datasets import dataset_info
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
 from flatmin.lab.training.distributed import Workers
-from flatmin.lab.training.precision import autocast, resolve_precision
+from flatmin.lab.training.evaluation import autocast, resolve_precision
 from flatmin.lab.training.steps import Stepper
 
 ROUNDS = 15

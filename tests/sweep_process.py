@@ -16,7 +16,13 @@ from flatmin.lab.errors import DataError, InterruptedRun
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
 from flatmin.lab.sweeps.jobs import Job
 from flatmin.lab.sweeps.run_job import JobStatus
-from flatmin.lab.sweeps.sweep import run_job, sweep
+from flatmin.lab.sweeps.sweep import Sweeper, run_job
+
+
+def sweep(jobs, **settings):
+    """Run all jobs that are not complete and return each run's record by name; the settings are `Sweeper`'s."""
+    with Sweeper(**settings) as sweeper:
+        return sweeper.run(jobs)
 
 
 class AtStep:
@@ -76,7 +82,7 @@ def tells_threads(job, runs, **settings):
 class InProcessPool:
     """In place of `LocalPool`: one job at a time, in this process."""
 
-    def __init__(self, run, shares):
+    def __init__(self, run, threads, gpus):
         self.run, self.jobs = run, []
 
     def __enter__(self):

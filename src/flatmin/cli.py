@@ -77,11 +77,10 @@ def _run(arguments: Sequence[str], console: SafeConsole) -> None:
     # Not at the top: a Ctrl-C while they are imported is one like any other.
     from flatmin.lab.commands.collect import Collect
     from flatmin.lab.commands.demo import Demo
-    from flatmin.lab.commands.list import List
+    from flatmin.lab.commands.list import List, Show
     from flatmin.lab.commands.measure import Measure
     from flatmin.lab.commands.report import Report
     from flatmin.lab.commands.reproduce import Reproduce
-    from flatmin.lab.commands.show import Show
     from flatmin.lab.commands.train import Train
 
     kinds: tuple[Any, ...] = (Demo, Train, Reproduce, Report, Collect, List, Show, Measure)

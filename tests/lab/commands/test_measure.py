@@ -13,6 +13,7 @@ from cli_cases import cut_short, run, trained_run
 from flatmin.lab.errors import StorageError
 from flatmin.lab.runs.json_files import write_json
 from flatmin.lab.runs.record import read_record
+from flatmin.lab.sweeps import measurements
 from flatmin.lab.sweeps.jobs import Job
 from flatmin.lab.sweeps.measurements import Bound, Cosine, Landscape, Noise, Sharpness, Spectrum, measure_run
 from flatmin.lab.sweeps.run_job import run_job
@@ -94,7 +95,7 @@ def test_measurements_of_a_sweep_and_of_the_command_line_are_shared(capsys, tmp_
     path = trained_run(capsys, tmp_path)
     ((name, facts),) = measure_run(path, [Bound(delta=0.1)]).items()
     other = run(capsys, "measure", "bound", path.name, "--output", "json")
-    monkeypatch.setattr(trained_model, "load_trained", None)  # nothing is measured again
+    monkeypatch.setattr(measurements, "load_trained", None)  # nothing is measured again
     printed = json.loads(run(capsys, "measure", "bound", path.name, "--delta", "0.1", "--output", "json")[1])
     assert printed == {"event": "measure", "file": f"runs/{path.name}/measures/{name}.json", **facts}
     assert run(capsys, "measure", "bound", path.name, "--output", "json") == other
@@ -225,7 +226,7 @@ def test_all_measurements_of_a_run_read_its_dataset_and_each_epochs_weights_once
     measured = read_record(job.name, tmp_path).measured
     assert measured.keys() == names
     # Whoever asks next, for one or for all, gets the same facts, and nothing is measured again.
-    monkeypatch.setattr(trained_model, "load_trained", None)
+    monkeypatch.setattr(measurements, "load_trained", None)
     assert measure_run(tmp_path / job.name, MEASUREMENTS) == measured
     assert measure_run(tmp_path / job.name, MEASUREMENTS[3:4]) == {n: f for n, f in measured.items() if "sharp" in n}
 

@@ -12,11 +12,11 @@ from torch import nn
 
 from flatmin.lab.data.embedded import load_digits
 from flatmin.lab.errors import ModelError, SpecError
-from flatmin.lab.models.build import build_model, freeze_batch_norm, head_name, input_statistics
+from flatmin.lab.models.build import build_model, head_name, input_statistics, set_training_mode
 from flatmin.lab.models.pyramidnet import block_widths, survival_probabilities
-from flatmin.lab.models.resnet_cifar import BasicBlock
+from flatmin.lab.models.resnets import BasicBlock
 from flatmin.lab.models.shake import RandomScale, ShakeDrop, ShakeShake, ShakeShortcut, true_gradient
-from flatmin.lab.models.transformers import Block, positions
+from flatmin.lab.models.small import Block, positions
 from flatmin.lab.spec.experiment import Model
 
 
@@ -441,8 +441,7 @@ def test_timms_networks_tell_their_head_and_their_statistics():
 
 def test_frozen_batch_norm_normalizes_with_its_statistics_and_leaves_them():
     network = build_model(Model(name="wrn-10-1"), num_classes=3)
-    network.train()
-    freeze_batch_norm(network)
+    set_training_mode(network, Model(checkpoint="weights.pt", freeze_batch_norm=True))
     before = {k: v.clone() for k, v in network.state_dict().items()}
     x = torch.randn(4, 3, 8, 8)
     out = network(x)

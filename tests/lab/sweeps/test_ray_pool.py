@@ -21,9 +21,8 @@ from flatmin.lab.errors import RunError  # noqa: E402
 from flatmin.lab.runs.checkpoint import checkpoints  # noqa: E402
 from flatmin.lab.sweeps import ray_pool, run_files  # noqa: E402
 from flatmin.lab.sweeps.jobs import Job  # noqa: E402
-from flatmin.lab.sweeps.sweep import sweep  # noqa: E402
 from flatmin.lab.training.engine import train  # noqa: E402
-from sweep_process import many_jobs  # noqa: E402
+from sweep_process import many_jobs, sweep  # noqa: E402
 
 EPOCHS = 80
 

@@ -26,19 +26,19 @@ from flatmin.lab.sweeps import run_job as sweep_job
 from flatmin.lab.sweeps import scheduler as sweep_schedule
 from flatmin.lab.sweeps import sweep as sweep_module
 from flatmin.lab.sweeps.jobs import Job
-from flatmin.lab.sweeps.local_pool import LocalPool, Shares, machine_shares
+from flatmin.lab.sweeps.local_pool import LocalPool, machine_shares
 from flatmin.lab.sweeps.measurements import Bound, Sharpness
 from flatmin.lab.sweeps.progress import SweepProgress
 from flatmin.lab.sweeps.run_job import JobStatus, describe_death
 from flatmin.lab.sweeps.scheduler import JobScheduler
-from flatmin.lab.sweeps.sweep import Sweeper, run_job, sweep
+from flatmin.lab.sweeps.sweep import Sweeper, run_job
 from flatmin.lab.training.engine import train
 from flatmin.lab.training.session import Interruption
-from sweep_process import many_jobs, tiny
+from sweep_process import many_jobs, sweep, tiny
 
 LONG = 5_000  # epochs: it ends by itself, long after it was to be stopped
 SHARPNESS, BOUND = Sharpness(num_examples=20), Bound(num_examples=20, rho=0.1)
-ONE = Shares(threads=1, gpus=(None,))
+ONE = (1, [None])
 
 
 def start(runs, num_jobs, epochs):
@@ -277,16 +277,16 @@ def test_each_process_has_the_threads_that_were_asked_for(tmp_path, monkeypatch)
 def test_a_machine_is_divided_by_its_cores_or_by_its_gpus(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert machine_shares(0, 0) == Shares(threads=1, gpus=(None,) * 8)
-    assert machine_shares(0, 3) == Shares(threads=3, gpus=(None,) * 2)
-    assert machine_shares(5, 3) == Shares(threads=3, gpus=(None,) * 5)
-    assert machine_shares(0, 16) == Shares(threads=16, gpus=(None,))
+    assert machine_shares(0, 0) == (1, (None,) * 8)
+    assert machine_shares(0, 3) == (3, (None,) * 2)
+    assert machine_shares(5, 3) == (3, (None,) * 5)
+    assert machine_shares(0, 16) == (16, (None,))
     monkeypatch.setattr(sweep_local.torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(sweep_local.torch.cuda, "is_available", lambda: True)
-    assert machine_shares(0, 0) == Shares(threads=4, gpus=("0", "1"))
-    assert machine_shares(3, 1) == Shares(threads=1, gpus=("0", "1", "0"))
+    assert machine_shares(0, 0) == (4, ("0", "1"))
+    assert machine_shares(3, 1) == (1, ("0", "1", "0"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, 7")
-    assert machine_shares(0, 0).gpus == ("5", "7")
+    assert machine_shares(0, 0)[1] == ("5", "7")
 
 
 @pytest.mark.usefixtures("in_process")
@@ -309,11 +309,11 @@ def test_a_run_that_another_process_works_on_is_waited_for(tmp_path, monkeypatch
 
 def test_a_process_that_is_killed_while_it_was_to_save_has_not_stopped_but_died(tmp_path):
     job = Job(experiment=tiny())
-    with LocalPool(partial(sweep_process.does_not_stop, folder=tmp_path), ONE) as pool:
+    with LocalPool(partial(sweep_process.does_not_stop, folder=tmp_path), *ONE) as pool:
         pool.start(job)
-        wait_for((tmp_path / "began").exists, lambda: not pool.slots[0].process.is_alive())
+        wait_for((tmp_path / "began").exists, lambda: not pool.workers[0].process.is_alive())
         pool.stop()
-        pool.slots[0].process.kill()
+        pool.workers[0].process.kill()
         ((name, ending),) = ended_job(pool)
     assert name == job.name
     assert ending == JobStatus(kind="died", message=describe_death(-signal.SIGKILL))
@@ -321,10 +321,10 @@ def test_a_process_that_is_killed_while_it_was_to_save_has_not_stopped_but_died(
 
 @pytest.mark.parametrize("begins", [False, True])
 def test_a_stop_has_nothing_to_save_before_a_job_and_is_not_an_error_that_a_library_handles(begins, tmp_path):
-    with LocalPool(partial(sweep_process.handles_errors, folder=tmp_path), ONE) as pool:
+    with LocalPool(partial(sweep_process.handles_errors, folder=tmp_path), *ONE) as pool:
         pool.start(Job(experiment=tiny()))
         if begins:
-            wait_for((tmp_path / "began").exists, lambda: not pool.slots[0].process.is_alive())
+            wait_for((tmp_path / "began").exists, lambda: not pool.workers[0].process.is_alive())
         pool.stop()
         ((_, ending),) = ended_job(pool)
     assert ending.kind == "stopped"
@@ -332,7 +332,7 @@ def test_a_stop_has_nothing_to_save_before_a_job_and_is_not_an_error_that_a_libr
 
 def test_a_process_whose_device_broke_gets_no_other_job(tmp_path):
     jobs = [Job(experiment=tiny(), seed=seed) for seed in range(3)]
-    with LocalPool(sweep_process.breaks_its_device, ONE) as pool:
+    with LocalPool(sweep_process.breaks_its_device, *ONE) as pool:
         numbers = []
         for job in jobs:
             pool.start(job)
@@ -362,7 +362,7 @@ def test_processes_that_cannot_begin_are_not_started_for_ever(tmp_path, monkeypa
     monkeypatch.setattr(sweep_local, "MAX_FAILED_STARTS", 1)
     job = Job(experiment=tiny())
     progress = SweepProgress({job.name: job}, tmp_path, None, "")
-    with LocalPool(Unreadable(), ONE) as pool, pytest.raises(RunError, match="if __name__ == "):
+    with LocalPool(Unreadable(), *ONE) as pool, pytest.raises(RunError, match="if __name__ == "):
         JobScheduler({job.name: job}, pool, progress, attempts=5).run(Interruption())
 
 

@@ -27,7 +27,7 @@ from flatmin.lab.sweeps.measurements import Cosine
 from flatmin.lab.training import run as run_module
 from flatmin.lab.training import session
 from flatmin.lab.training.engine import train
-from flatmin.lab.training.precision import deterministic_algorithms
+from flatmin.lab.training.session import deterministic_algorithms
 from flatmin.lab.training.steps import Stepper
 from flatmin.lab.training.trained_model import load_trained
 from sweep_process import AtStep, tiny

@@ -1,6 +1,7 @@
 """Bootstrapped training: the second network sees what the first one predicts (Section 3.3). And models read back."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +15,7 @@ from flatmin.lab.models.build import build_model
 from flatmin.lab.runs.checkpoint import latest_checkpoint
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
 from flatmin.lab.training.engine import train
-from flatmin.lab.training.trained_model import load_trained, predicted_labels, read_predicted_labels, relabeled
+from flatmin.lab.training.trained_model import TrainedModel, load_trained
 
 
 def noisy(**changes):
@@ -56,13 +57,16 @@ def test_the_second_network_starts_from_other_weights(tmp_path):
     assert second.experiment.data.bootstrap
 
 
-def test_predictions_are_kept_for_a_run_that_is_resumed(tmp_path):
-    dataset = load_dataset(noisy().data)
-    predicted = (dataset.train.labels + (np.arange(120) < 30)) % 10
-    np.testing.assert_array_equal(predicted_labels(tmp_path, dataset, lambda: predicted), predicted)
-    np.testing.assert_array_equal(predicted_labels(tmp_path, dataset, lambda: None), predicted)  # not predicted again
-    assert json.loads((tmp_path / "predicted_labels.json").read_text())["num_changed"] == 30
-    np.testing.assert_array_equal(relabeled(dataset, read_predicted_labels(tmp_path, dataset)).train.labels, predicted)
+def test_predictions_are_kept_for_a_run_that_is_resumed(tmp_path, monkeypatch):
+    predicted = (load_dataset(noisy().data).train.labels + (np.arange(120) < 30)) % 10
+    monkeypatch.setattr(TrainedModel, "predicted_labels", lambda _: predicted)
+    run = train(noisy(epochs=1), runs=tmp_path)
+    assert json.loads((run.directory / "predicted_labels.json").read_text())["num_changed"] == 30
+    monkeypatch.setattr(TrainedModel, "predicted_labels", lambda _: pytest.fail("predicted again"))
+    shutil.rmtree(run.directory / "checkpoints")
+    (run.directory / "result.json").unlink()
+    assert train(noisy(epochs=1), runs=tmp_path).history == run.history
+    np.testing.assert_array_equal(load_trained(run.directory).dataset.train.labels, predicted)
 
 
 def test_validation_and_test_labels_stay_clean(tmp_path):

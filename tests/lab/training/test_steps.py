@@ -15,8 +15,9 @@ from flatmin.lab.models.build import build_model
 from flatmin.lab.models.shake import ShakeShake
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim, passes_per_step
 from flatmin.lab.training.distributed import Workers
+from flatmin.lab.training.evaluation import loss_and_error
 from flatmin.lab.training.schedule import learning_rate
-from flatmin.lab.training.steps import Stepper, loss_and_error
+from flatmin.lab.training.steps import Stepper
 
 CPU = torch.device("cpu")
 

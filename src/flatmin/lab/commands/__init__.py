@@ -1,1 +1,1 @@
-"""The subcommands of ``flatmin``, one file each. May import everything in the lab."""
+"""The subcommands of ``flatmin``. May import everything in the lab."""

@@ -11,7 +11,7 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from flatmin.lab.commands.report import STUDY_FILE, described, items_named, read_study, registering_commits
+from flatmin.lab.commands.report import STUDY_FILE, described, items_named, read_study
 from flatmin.lab.errors import RunError, SpecError
 from flatmin.lab.runs.json_files import storing, write_atomic
 from flatmin.lab.runs.record import Records, RunRecord, all_records, write_records
@@ -43,7 +43,7 @@ class Collect:
         """Collect."""
         from flatmin.lab.report import write_report
 
-        items, scale, title = (self.items, self.scale, self.title) if self.items else read_study(self.results)
+        items, scale, title = (self.items, self.scale, self.title) if self.items else read_study(self.results)[:3]
         if not items:
             raise SpecError(f"Which items? {self.results / STUDY_FILE} does not exist: pass --items.")
         known, added = Records(self.results), all_records(self.runs)
@@ -81,7 +81,8 @@ class Collect:
 
 def plan_commits(results: Path) -> dict[str, str]:
     """Return the commit that registered each item of RESULTS/plan.json: as known before, or from git."""
-    plans, commits = read_plan(results)[0], registering_commits(results)
+    plans, _ = read_plan(results)
+    *_, commits = read_study(results)
     for name in plans.keys() - commits.keys():
         # The first commit that added the item's name to the file.
         words = ("log", "--reverse", "--format=%H", f'-S"{name}": {{', "--", PLAN_FILE)

@@ -45,7 +45,7 @@ class Report:
         """Read the runs and write the page."""
         from flatmin.lab.report import describe_runs
 
-        items, scale, title = (self.items, self.scale, self.title) if self.items else read_study(self.runs)
+        items, scale, title = (self.items, self.scale, self.title) if self.items else read_study(self.runs)[:3]
         if not items:
             known = all_records(self.runs)
             found, out = [describe_runs(known)], self.out or self.runs / "report"
@@ -61,31 +61,26 @@ class Report:
 
 def described(items: Sequence[Item], scale: Scale, known: Records, results: Path) -> list[Findings]:
     """Return what items found, with their registered plans if RESULTS has any."""
-    commits = registering_commits(results)
+    *_, commits = read_study(results)
     return [with_plan(describe(item, scale, known), item, known, results, commits) for item in items]
 
 
-def registering_commits(results: Path) -> dict[str, str]:
-    """Return by item the commit that registered its plan, as RESULTS/study.json has it."""
-    try:
-        return dict(json.loads((results / STUDY_FILE).read_bytes()).get("plans", {}))
-    except FileNotFoundError:
-        return {}
+def read_study(results: Path) -> tuple[tuple[str, ...], Scale, str, dict[str, str]]:
+    """Return the items, the scale and the title that runs were collected for, and the commits of registered plans.
 
-
-def read_study(results: Path) -> tuple[tuple[str, ...], Scale, str]:
-    """Return the items, the scale and the title that runs were collected for; no items if they were not collected."""
+    There are no items if the runs were not collected.
+    """
     file = results / STUDY_FILE
     try:
         study = json.loads(file.read_bytes())
-        items, scale, title = tuple(map(str, study["items"])), study["scale"], str(study["title"])
-        if scale not in SCALES:
-            raise ValueError(f"{scale!r} is not a scale")
+        if study["scale"] not in SCALES:
+            raise ValueError(f"{study['scale']!r} is not a scale")
+        items, plans = tuple(map(str, study["items"])), dict(study.get("plans", {}))
+        return items, study["scale"], str(study["title"]), plans
     except FileNotFoundError:
-        return (), "laptop", ""
+        return (), "laptop", "", {}
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorruptFileError(file, error, "Collect the runs again.") from None
-    return items, scale, title
 
 
 def items_named(names: Sequence[str]) -> list[Item]:

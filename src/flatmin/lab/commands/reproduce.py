@@ -80,7 +80,9 @@ class Reproduce(SweepSettings):
                 self._register(chosen, self.write, console)
             return
         self._check_only([job for jobs in plans.values() for job in jobs])
-        skipped = self._cannot_run(missing)
+        # Before the first item begins, because that may take hours. The nodes of a cluster have their own files.
+        problems = {} if self.engine == "ray" else missing_inputs(missing, self.data_root)
+        skipped = {name: type(errors[0])("\n".join(map(str, errors))) for name, errors in problems.items() if errors}
         _raise_if_none_is_left(chosen, skipped)
         for name, why in skipped.items():
             console.print(f"{name} is left out: {why}", highlight=False, markup=False)
@@ -142,13 +144,6 @@ class Reproduce(SweepSettings):
                 f"example {', '.join(close)}."
             )
 
-    def _cannot_run(self, missing: Mapping[str, Sequence[Job]]) -> dict[str, Exception]:
-        """Return why some items cannot be run, by name; before the first one begins, because that may take hours."""
-        if self.engine == "ray":  # the nodes of a cluster have their own files, which are unknown here
-            return {}
-        problems = missing_inputs(missing, self.data_root)
-        return {name: type(errors[0])("\n".join(map(str, errors))) for name, errors in problems.items() if errors}
-
     def _what_comes_first(self, chosen: Sequence[Item], known: Records) -> str:
         """Return why nothing was run though ``only`` means some runs: their settings are to be chosen by others."""
         jobs = [job for item in chosen for job in planned_jobs(item, self.scale, known).values()]
@@ -174,31 +169,25 @@ def _raise_if_none_is_left(chosen: Sequence[Item], skipped: dict[str, Exception]
         raise DataError("\n".join(lines)) if others else first
 
 
-def print_plan(
-    planned: Mapping[str, Iterable[Job]], scale: str, images_per_second: float | None, console: Console
-) -> None:
+def print_plan(jobs: Mapping[str, list[Job]], scale: str, images_per_second: float | None, console: Console) -> None:
     """Print what the missing runs of each item need, and the commands for one host, several hosts and Ray.
 
     ``images_per_second`` is how fast one device trains `REFERENCE` without SAM; None if that is not known.
     """
-    jobs = {name: list(missing) for name, missing in planned.items()}
     everything = [job for missing in jobs.values() for job in missing]  # items may share runs: they count once
     rows = [(name, *_cells(missing, images_per_second)) for name, missing in jobs.items()]
     if len(rows) > 1:
         rows.append(("together", *_cells(everything, images_per_second)))
     columns = ("item", *UNITS, *(() if images_per_second is None else ("GPU hours",)))
     console.print(table(f"Missing at the scale {scale}", columns, rows))
-    if images_per_second is None:
-        console.print(f"For GPU hours, measure the speed of one device with\n  {SPEED_COMMAND}\n"
-                      "and pass its images/s as --images-per-second.", highlight=False, soft_wrap=True)  # fmt: skip
-    else:
-        console.print(
-            f"GPU hours: training only, at {images_per_second:.0f} images/s for a WRN-28-10 on CIFAR-10, and as many "
-            "FLOPs per second for the other models, whatever their size. An upper limit: a run may stop early.",
-            highlight=False,
-            soft_wrap=True,
-        )
-    for line in _commands(" ".join(jobs), scale, everything):
+    note = (
+        f"For GPU hours, measure the speed of one device with\n  {SPEED_COMMAND}\nand pass its images/s as "
+        "--images-per-second."
+        if images_per_second is None
+        else f"GPU hours: training only, at {images_per_second:.0f} images/s for a WRN-28-10 on CIFAR-10, and as many "
+        "FLOPs per second for the other models, whatever their size. An upper limit: a run may stop early."
+    )
+    for line in (note, *_commands(" ".join(jobs), scale, everything)):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 

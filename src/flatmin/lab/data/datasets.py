@@ -7,7 +7,7 @@ were compared here.
 import gzip
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,14 +17,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flatmin.lab.data.embedded import digits_test_indices, load_digits, load_python_text
+from flatmin.lab.data.embedded import load_digits, load_python_text
 from flatmin.lab.data.images import FileImages, Images, MemoryImages
 from flatmin.lab.data.label_noise import noisy_labels, subset, validation_split
+from flatmin.lab.data.randomness import Purpose, permutation
 from flatmin.lab.data.roots import check_files, find, find_or_download
 from flatmin.lab.errors import DataError
 from flatmin.lab.spec.datasets import FOLDER_PREFIX, DatasetInfo, dataset_info
 from flatmin.lab.spec.experiment import Data
 
+NUM_DIGITS_TEST = 500
 FASHION_MNIST_BYTES = 2**26  # more than the largest of its files has
 FASHION_MNIST_FILES = {  # md5 of the uncompressed files: packages recompress them
     "train-images-idx3-ubyte": "f4a8712d7a061bf5bd6d2ca38dc4d50a",
@@ -79,7 +81,8 @@ def load_dataset(data: Data, *, data_root: Path | None = None) -> Dataset:
 
 def _digits(data: Data, data_root: Path | None) -> TrainAndTest:
     images, labels = load_digits()
-    is_test = np.isin(np.arange(len(labels)), digits_test_indices(len(labels)))
+    # The source has no split of this part, so this one is ours.
+    is_test = np.isin(np.arange(len(labels)), permutation(len(labels), 0, Purpose.DIGITS_TEST)[:NUM_DIGITS_TEST])
     return _memory(images[~is_test], labels[~is_test]), _memory(images[is_test], labels[is_test])
 
 
@@ -177,10 +180,9 @@ def _as_files(data: Data, data_root: Path | None) -> TrainAndTest:
         missing = next((path for path in paths if not path.is_file()), None)
         if missing is not None:
             raise DataError(f"{missing} is missing: {data.name} is incomplete. Fetch it again.")
-        labels = np.array([label for _, label in listing], dtype=np.int64)
         return FileImages(
             paths=paths,
-            labels=labels,
+            labels=np.array([label for _, label in listing], dtype=np.int64),
             size=size,
             random_crop=data.augment == "imagenet",
             resize=data.resize,
@@ -212,10 +214,7 @@ def _listings(name: str, data_root: Path | None) -> tuple[Listing, Listing]:
     }
     kind, train_splits, test_split = kinds[name]
     info = dataset_info(name)
-    download: Callable[[Path], None] | None = None
-    if info.downloadable:
-        download = lambda target: kind(target, split=test_split, download=True)  # noqa: E731
-    root = find_or_download(name, data_root, download)
+    root = find_or_download(name, data_root, lambda target: kind(target, split=test_split, download=True))
     if name == "flowers102":
         check_files(name, root / "flowers-102", [kind._file_dict["label"], kind._file_dict["setid"]])
     if name == "imagenet":

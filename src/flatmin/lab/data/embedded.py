@@ -6,9 +6,6 @@ from importlib.resources import files
 import numpy as np
 from numpy.typing import NDArray
 
-from flatmin.lab.data.randomness import Purpose, permutation
-
-NUM_DIGITS_TEST = 500
 CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
 """The classes, in the order of their codes; any other character of the text becomes a question mark."""
 CONTEXT = 64
@@ -28,11 +25,6 @@ def load_digits() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     with files(__package__).joinpath("digits.npz").open("rb") as file, np.load(file, allow_pickle=False) as arrays:
         images, labels = arrays["images"], arrays["labels"]
     return (images[:, None].astype(np.int64) * 255 // 16).astype(np.uint8), labels.astype(np.int64)
-
-
-def digits_test_indices(size: int = 1797) -> NDArray[np.int64]:
-    """Return which 500 digits are the test set; the source has no split of this part, so this one is ours."""
-    return np.sort(permutation(size, 0, Purpose.DIGITS_TEST)[:NUM_DIGITS_TEST])
 
 
 def load_python_text(train: bool) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:

@@ -40,19 +40,18 @@ def find(name: str, data_root: Path | None = None) -> Path | None:
     return next((root for root in search_path(data_root) if _holds_something(root / marker)), None)
 
 
-def find_or_download(name: str, data_root: Path | None, download: Callable[[Path], None] | None) -> Path:
-    """Return the directory that holds a dataset; fetch it if there is none and ``download`` is not None.
+def find_or_download(name: str, data_root: Path | None, download: Callable[[Path], object]) -> Path:
+    """Return the directory that holds a dataset; fetch it if there is none and torchvision can.
 
     If that fails, a DataError says which files to put where.
     """
-    info = DATASETS[name]
-    roots = search_path(data_root)
+    info, roots = DATASETS[name], search_path(data_root)
     if present := [root for root in roots if _holds_something(root / info.marker)]:
         return present[0]
     explicit = data_root is not None or os.environ.get(ENVIRONMENT_VARIABLE)
     target = roots[0] if explicit else roots[-1]
     reason = "It has to be fetched by hand."
-    if download is not None:
+    if info.downloadable:
         try:
             _download_whole(download, target, info.marker)
             return target
@@ -64,7 +63,7 @@ def find_or_download(name: str, data_root: Path | None, download: Callable[[Path
     )
 
 
-def _download_whole(download: Callable[[Path], None], target: Path, marker: str) -> None:
+def _download_whole(download: Callable[[Path], object], target: Path, marker: str) -> None:
     """Download to a temporary directory, then move it: half a dataset must not be taken for a complete one."""
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".download-", dir=target) as aside:

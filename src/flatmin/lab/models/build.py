@@ -7,13 +7,11 @@ from torch import nn
 
 from flatmin.lab.errors import ModelError
 from flatmin.lab.models.layers import start_head_uniform
-from flatmin.lab.models.plain import MLP, PlainCNN
 from flatmin.lab.models.pyramidnet import PyramidNet
-from flatmin.lab.models.resnet_cifar import ResNetCifar, Shortcut
+from flatmin.lab.models.resnets import ResNetCifar, Shortcut, WideResNet
 from flatmin.lab.models.shake import ShakeShakeNet
-from flatmin.lab.models.transformers import CharTransformer, VisionTransformer
+from flatmin.lab.models.small import MLP, CharTransformer, PlainCNN, VisionTransformer
 from flatmin.lab.models.weights import load_weights
-from flatmin.lab.models.wide_resnet import WideResNet
 from flatmin.lab.spec.experiment import Model
 from flatmin.lab.spec.models import check_model_name
 
@@ -47,12 +45,13 @@ def input_statistics(network: nn.Module) -> tuple[tuple[float, ...], tuple[float
     return tuple(configuration["mean"]), tuple(configuration["std"])
 
 
-def freeze_batch_norm(network: nn.Module) -> None:
-    """Let batch norm normalize with its statistics and leave them, "as we would at test time" (Appendix C.2).
+def set_training_mode(network: nn.Module, model: Model) -> None:
+    """Let a model train; frozen batch norm keeps its statistics, "as we would at test time" (Appendix C.2).
 
-    Its scale and shift are trained on. To be called after every ``network.train()``.
+    Its scale and shift are trained on.
     """
-    for layer in network.modules():
+    network.train()
+    for layer in network.modules() if model.freeze_batch_norm else ():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm):
             layer.eval()
 

@@ -38,7 +38,7 @@ class PyramidBlock(nn.Module):
         return self.drop(out) + pad_channels(shortcut, self.out_channels)
 
 
-def block_widths(num_blocks: int, alpha: int, start: int = 16) -> list[int]:
+def block_widths(num_blocks: int, alpha: int) -> list[int]:
     r"""Return the bottleneck width of each block, :math:`round(16 + \alpha k / n)` for k = 1 .. n.
 
     Example:
@@ -46,20 +46,18 @@ def block_widths(num_blocks: int, alpha: int, start: int = 16) -> list[int]:
         [19, 21, 24, 26]
     """
     # Half a channel rounds up (Python's round would take the even neighbor).
-    return [int(start + alpha * k / num_blocks + 0.5) for k in range(1, num_blocks + 1)]
+    return [int(16 + alpha * k / num_blocks + 0.5) for k in range(1, num_blocks + 1)]
 
 
-def survival_probabilities(num_blocks: int, last: float = LAST_SURVIVAL) -> list[float]:
+def survival_probabilities(num_blocks: int) -> list[float]:
     r"""Return ShakeDrop's p of each block, :math:`1 - (1 - p_L) l / L` (Yamada et al., linear decay)."""
-    return [1 - (1 - last) * block / num_blocks for block in range(1, num_blocks + 1)]
+    return [1 - (1 - LAST_SURVIVAL) * block / num_blocks for block in range(1, num_blocks + 1)]
 
 
 class PyramidNet(nn.Module):
     """Depth 9 n + 2: three groups of n bottleneck blocks whose widths grow from 16 to 16 + alpha."""
 
-    def __init__(
-        self, depth: int, alpha: int, *, num_classes: int, in_channels: int = 3, shakedrop: bool = False
-    ) -> None:
+    def __init__(self, depth: int, alpha: int, *, num_classes: int, in_channels: int, shakedrop: bool) -> None:
         super().__init__()
         per_group = (depth - 2) // 9
         widths = block_widths(3 * per_group, alpha)

@@ -128,7 +128,7 @@ class ShakeShortcut(nn.Module):
 class ShakeBlock(nn.Module):
     """Two branches of ReLU, convolution, norm, ReLU, convolution, norm, mixed, on top of the shortcut."""
 
-    def __init__(self, in_channels: int, channels: int, stride: int, *, reference: bool = False) -> None:
+    def __init__(self, in_channels: int, channels: int, stride: int, *, reference: bool) -> None:
         super().__init__()
         self.branch1 = self._branch(in_channels, channels, stride)
         self.branch2 = self._branch(in_channels, channels, stride)
@@ -157,9 +157,7 @@ class ShakeBlock(nn.Module):
 class ShakeShakeNet(nn.Module):
     """Depth 6 n + 2 ("26 2x96d"): three groups of n blocks with width, 2 width and 4 width channels."""
 
-    def __init__(
-        self, depth: int, width: int, *, num_classes: int, in_channels: int = 3, reference: bool = False
-    ) -> None:
+    def __init__(self, depth: int, width: int, *, num_classes: int, in_channels: int, reference: bool) -> None:
         super().__init__()
         self.conv1, self.norm1 = conv3x3(in_channels, 16), nn.BatchNorm2d(16)
         widths, block = (width, 2 * width, 4 * width), partial(ShakeBlock, reference=reference)

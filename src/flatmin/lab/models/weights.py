@@ -11,15 +11,11 @@ from torch import Tensor, nn
 from flatmin.lab.errors import ModelError
 
 WRAPPERS = ("state_dict", "model", "network")  # under which training scripts keep the weights
-
-
 NEW_HEAD_STD = 0.01
 """Of a new last layer's weights: large logits of random weights send gradients that destroy what was learned before."""
 
 
-def load_weights(
-    network: nn.Module, path: str, *, head: str, head_choice: Literal["auto", "new", "keep"] = "auto"
-) -> None:
+def load_weights(network: nn.Module, path: str, *, head: str, head_choice: Literal["auto", "new", "keep"]) -> None:
     """Load a checkpoint file into a model, in place; its last layer is called ``head``.
 
     A new last layer gets small random weights from torch's generator; ``auto`` makes one if its shape differs.

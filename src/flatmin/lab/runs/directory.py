@@ -57,17 +57,8 @@ class RunDirectory:
     def __init__(self, experiment: Experiment, seed: int, runs: Path) -> None:
         self.experiment, self.seed = experiment, seed
         self.path = runs / experiment.run_name(seed)
+        self.checkpoints, self.weights = self.path / "checkpoints", self.path / "weights"
         self._lock: IO[str] | None = None
-
-    @property
-    def checkpoints(self) -> Path:
-        """The directory of checkpoints."""
-        return self.path / "checkpoints"
-
-    @property
-    def weights(self) -> Path:
-        """The directory of weights saved along training, if any."""
-        return self.path / "weights"
 
     def open(self, num_workers: int | None = None) -> None:
         """Lock the directory for this process, and write the spec or check the existing one.

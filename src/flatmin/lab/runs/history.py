@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from flatmin.lab.errors import CorruptFileError
 from flatmin.lab.runs.json_files import OTHER_RUN, append, read_file, run_id, storing, write_atomic
@@ -77,8 +78,7 @@ def tensorboard(run: Path, epoch: int) -> Iterator[Any]:
         if type(error.thread).__name__ != "_AsyncWriterThread":  # its errors are raised by the next call, too
             print_error(error)
 
-    threading.excepthook = skip_writer
-    try:
+    with mock.patch.object(threading, "excepthook", skip_writer):
         with storing(run / "tensorboard", UNCHANGED):
             writer = SummaryWriter(run / "tensorboard", purge_step=epoch + 1)
         try:
@@ -86,8 +86,6 @@ def tensorboard(run: Path, epoch: int) -> Iterator[Any]:
         finally:
             with storing(run / "tensorboard", UNCHANGED):
                 writer.close()
-    finally:
-        threading.excepthook = print_error
 
 
 def write_events(writer: Any, line: Metrics) -> None:

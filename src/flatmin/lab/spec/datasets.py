@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any, Literal
+from typing import Literal
 
 FOLDER_PREFIX = "folder:"
 
@@ -42,13 +42,8 @@ class DatasetInfo:
     """Whether torchvision can fetch it."""
 
 
-def _read_info(facts: dict[str, Any]) -> DatasetInfo:
-    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in facts.items()}
-    return DatasetInfo(**values)
-
-
 DATASETS: dict[str, DatasetInfo] = {
-    name: _read_info(facts)
+    name: DatasetInfo(**{key: tuple(v) if isinstance(v, list) else v for key, v in facts.items()})  # type: ignore[arg-type]
     for name, facts in json.loads(files("flatmin.lab.spec").joinpath("datasets.json").read_text()).items()
 }
 """Every dataset by name; Birdsnap, and anything else, is ``folder:PATH``."""

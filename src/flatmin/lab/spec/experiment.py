@@ -65,7 +65,6 @@ class Data:
     """Fixes the validation split, the subset and the label noise (shared by replicas)."""
 
     def __post_init__(self) -> None:
-        """Check every field."""
         conform(self)
         if self.name not in DATASETS and not (self.name.startswith(FOLDER_PREFIX) and self.name != FOLDER_PREFIX):
             raise field_error(
@@ -73,6 +72,7 @@ class Data:
             )
         small = dataset_info(self.name).in_memory
         crops = f"another one: imagenet crops photographs, and {self.name} has small images"
+        clean = "false where there is no validation set or no label_noise"
         padding = f"at least 0 and only for photographs; {self.name} has small images"
         require(
             self,
@@ -85,11 +85,7 @@ class Data:
             ("train_size", self.train_size is None or self.train_size >= 1, "at least 1, or None for all"),
             ("validation", 0 <= self.validation < 1, "in [0, 1); the paper holds out 0.1"),
             ("label_noise", 0 <= self.label_noise <= 1, "in [0, 1]; the paper has 0.2, 0.4, 0.6 and 0.8"),
-            (
-                "noisy_validation",
-                not self.noisy_validation or (self.validation > 0 and self.label_noise > 0),
-                "false where there is no validation set or no label_noise",
-            ),
+            ("noisy_validation", not self.noisy_validation or (self.validation > 0 and self.label_noise > 0), clean),
             ("extra", not self.extra or self.name == "svhn", "false: only svhn has additional images"),
             ("seed", 0 <= self.seed < 2**64, "at least 0 and below 2**64"),
         )
@@ -122,7 +118,6 @@ class Model:
     """Normalize with the checkpoint's batch-norm statistics and leave them (fine-tuning, Appendix C.2)."""
 
     def __post_init__(self) -> None:
-        """Check every field."""
         conform(self)
         try:
             family = check_model_name(self.name).family
@@ -131,15 +126,14 @@ class Model:
         differs = self.norm == "batch" and family in ("wrn", "shake-shake", "pyramidnet")
         only = "standard: only wrn-* with batch norm, shake-shake-* and pyramidnet-* differ"
         fresh = "false where there is no checkpoint: fresh statistics (0 and 1) normalize nothing"
-        rates = {"dropout": self.dropout, "drop_connect": self.drop_connect}
-        has_rate = {"dropout": family in ("timm", "wrn"), "drop_connect": family == "timm"}
-        whose = {"dropout": "wrn-* and models from timm", "drop_connect": "models from timm"}
         require(
             self,
             ("norm", self.norm == "batch" or family == "wrn", "batch: only wrn-* goes without"),
             ("design", self.design == "standard" or differs, only),
-            *((name, 0 <= rate < 1, "in [0, 1)") for name, rate in rates.items()),
-            *((name, rate == 0 or has_rate[name], f"0: only {whose[name]} have it") for name, rate in rates.items()),
+            ("dropout", 0 <= self.dropout < 1, "in [0, 1)"),
+            ("drop_connect", 0 <= self.drop_connect < 1, "in [0, 1)"),
+            ("dropout", self.dropout == 0 or family in ("timm", "wrn"), "0: only wrn-* and models from timm have it"),
+            ("drop_connect", self.drop_connect == 0 or family == "timm", "0: only models from timm have it"),
             ("head", self.head == "auto" or self.checkpoint is not None, "auto where there is no checkpoint"),
             ("freeze_batch_norm", not self.freeze_batch_norm or self.checkpoint is not None, fresh),
         )
@@ -175,10 +169,10 @@ class Experiment:
     """Compile the model with torch.compile: slow to start, then faster."""
 
     def __post_init__(self) -> None:
-        """Check every field."""
         conform(self)
         only_evaluates = self.epochs == 0 and self.model.checkpoint is not None
         trains, m = 1 <= self.epochs <= 10**9, self.optim.m
+        aims = self.target_loss is None or (self.target_loss > 0 and self.stop_loss is None)
         warms_up = self.optim.warmup_epochs < self.epochs or only_evaluates
         require(
             self,
@@ -187,21 +181,11 @@ class Experiment:
             ("evaluate_every", self.evaluate_every >= 1, "at least 1"),
             ("keep_every", self.keep_every is None or self.keep_every >= 1, "at least 1, or None"),
             ("stop_loss", self.stop_loss is None or self.stop_loss > 0, "positive, or None"),
-            (
-                "target_loss",
-                self.target_loss is None or (self.target_loss > 0 and self.stop_loss is None),
-                "positive, or None; None with stop_loss",
-            ),
+            ("target_loss", aims, "positive, or None; None with stop_loss"),
         )
         is_text, reads_text = self.data.name == "python-text", self.model.name.startswith("char-transformer-")
-        require(
-            self.model,
-            (
-                "name",
-                is_text == reads_text,
-                f"char-transformer-* with python-text and only there; here {self.data.name}",
-            ),
-        )
+        only_there = f"char-transformer-* with python-text and only there; here {self.data.name}"
+        require(self.model, ("name", is_text == reads_text, only_there))
         require(self.data, ("augment", self.data.augment == "none" or not is_text, "none: python-text is not images"))
         size = self.data.batch_size
         require(

@@ -15,6 +15,11 @@ SAM_ONLY = (
 """The fields of `Optim` that mean nothing without SAM."""
 AUTO = "auto"
 NO_SAM = "left alone where rho is 0: without SAM it has no meaning"
+ONE_PASS = "left alone where direction is momentum, whose step is one pass"
+FIRST_ORDER = (
+    "false with m, sync_perturbation, adaptive, part, every, weight, perturb, momentum, several ascent steps, or p "
+    "other than 2 and inf"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +76,6 @@ class Optim:
     """Keep the second-order terms of SAM's gradient (Appendix C.4)."""
 
     def __post_init__(self) -> None:
-        """Check every field."""
         conform(self)
         if isinstance(self.rho, str):
             object.__setattr__(self, "rho", _factor_name(self.rho))  # one name for one factor: it is one run
@@ -107,21 +111,12 @@ class Optim:
             ("ascent_part", 0 < self.ascent_part <= 1, "in (0, 1]"),
             ("every", self.every >= 1, "at least 1"),
             ("weight", finite, "finite and not negative, or None for full strength"),
-            (
-                "direction",
-                self.direction != "momentum" or not (cheap or self.ascent_part < 1),
-                "left alone where direction is momentum, whose step is one pass",
-            ),
+            ("direction", self.direction != "momentum" or not (cheap or self.ascent_part < 1), ONE_PASS),
             ("ascent_part", self.ascent_part == 1 or alone, "1 with part, every, weight, m or another ascent"),
             ("m", self.m is None or self.m >= 1, "at least 1, or None"),
             ("m", self.m is None or not self.sync_perturbation, "None where sync_perturbation is true"),
             *((name, self.uses_sam or getattr(self, name) == getattr(Optim, name), NO_SAM) for name in SAM_ONLY),
-            (
-                "second_order",
-                not self.second_order or exact,
-                "false with m, sync_perturbation, adaptive, part, every, weight, perturb, momentum, several ascent "
-                "steps, or p other than 2 and inf",
-            ),
+            ("second_order", not self.second_order or exact, FIRST_ORDER),
         )
 
     @property

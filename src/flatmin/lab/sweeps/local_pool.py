@@ -10,11 +10,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
 from typing import Any
 from unittest import mock
 
@@ -30,18 +28,11 @@ REMINDER_SECONDS = 2.0  # training that is about to end ignores a signal and sta
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shares:
-    """How a machine is divided among the processes of a sweep."""
+def machine_shares(processes: int, threads: int) -> tuple[int, tuple[str | None, ...]]:
+    """Return the threads of each process of a sweep, and for each the GPU it sees, None for all there are.
 
-    threads: int
-    """Of each process."""
-    gpus: tuple[str | None, ...]
-    """One entry for each process: which GPU it sees (CUDA_VISIBLE_DEVICES), None for all there are."""
-
-
-def machine_shares(processes: int, threads: int) -> Shares:
-    """Return how a machine is shared; 0 processes are one per GPU (or core), 0 threads an equal share (or one)."""
+    0 processes are one per GPU (or core), 0 threads an equal share (or one).
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None and torch.cuda.is_available():
@@ -50,100 +41,102 @@ def machine_shares(processes: int, threads: int) -> Shares:
         gpus = [str(i) for i in range(torch.cuda.device_count())]
     if gpus:
         count = processes or len(gpus)
-        return Shares(threads=threads or max(1, cores // count), gpus=tuple(gpus[i % len(gpus)] for i in range(count)))
+        return threads or max(1, cores // count), tuple(gpus[i % len(gpus)] for i in range(count))
     threads = threads or 1  # small models: a second thread mostly waits, a second model does not
-    return Shares(threads=threads, gpus=(None,) * (processes or max(1, cores // threads)))
+    return threads, (None,) * (processes or max(1, cores // threads))
 
 
-@dataclass
-class _Slot:
-    """A place for one process and the job it works on."""
+class _Worker:
+    """A process of the pool, and the job it works on."""
 
-    gpu: str | None
-    process: SpawnProcess | None = None
-    connection: Connection | None = None
-    job: Job | None = None
-    ready: bool = False
+    def __init__(self, run: Callable[[Job], JobStatus], threads: int, gpu: str | None) -> None:
+        self.gpu, self.is_ready = gpu, False
+        self.job: Job | None = None
+        context = multiprocessing.get_context("spawn")  # threads do not survive a fork
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, run, threads), name="flatmin-sweep", daemon=True)
+        variables = dict.fromkeys(THREAD_VARIABLES, str(threads))
+        if gpu is not None:
+            variables["CUDA_VISIBLE_DEVICES"] = gpu
+        with mock.patch.dict(os.environ, variables):  # torch reads it when it is imported, before any function of ours
+            self.process.start()
+        theirs.close()
 
 
 class LocalPool(AbstractContextManager["LocalPool"]):
     """Processes on this machine; they begin when there is a job for them, and one that died is replaced."""
 
-    def __init__(self, run: Callable[[Job], JobStatus], shares: Shares) -> None:
-        self.run, self.shares = run, shares
-        self.slots = [_Slot(gpu) for gpu in shares.gpus]
+    def __init__(self, run: Callable[[Job], JobStatus], threads: int, gpus: Iterable[str | None]) -> None:
+        self.run, self.threads, self.free_gpus = run, threads, list(gpus)
+        self.workers: list[_Worker] = []
         self.stopped_at, self.num_failed_starts = 0.0, 0
 
     def __exit__(self, *_: object) -> None:
         """End all processes: idle ones by asking, others by force."""
-        for slot in self.slots:
-            if slot.connection is not None and slot.job is None:
-                with suppress(OSError):
-                    slot.connection.send(None)
+        for worker in [worker for worker in self.workers if worker.job is not None]:
+            self._remove(worker)
+        for worker in self.workers:
+            with suppress(OSError):
+                worker.connection.send(None)
         until = time.monotonic() + PATIENCE_SECONDS
-        for slot in self.slots:
-            if slot.process is not None:
-                if slot.job is None:
-                    slot.process.join(max(0.0, until - time.monotonic()))
-                self._kill_process(slot)
+        for worker in list(self.workers):
+            worker.process.join(max(0.0, until - time.monotonic()))
+            self._remove(worker)
 
     def num_free(self) -> int:
         """Return how many jobs could begin now."""
-        return sum(slot.job is None for slot in self.slots)
+        return len(self.free_gpus) + sum(worker.job is None for worker in self.workers)
 
     def start(self, job: Job) -> None:
         """Give a job to a process that is alive, if one is free, else to a new one."""
-        free = [slot for slot in self.slots if slot.job is None]
-        slot = next((s for s in free if s.process is not None and s.process.is_alive()), free[0])
-        if slot.process is not None and not slot.process.is_alive():
-            self._kill_process(slot)
-        if slot.process is None:
-            self._start_process(slot)
-        slot.job = job
-        assert slot.connection is not None
+        for dead in [worker for worker in self.workers if worker.job is None and not worker.process.is_alive()]:
+            self._remove(dead)
+        worker = next((worker for worker in self.workers if worker.job is None), None)
+        if worker is None:
+            worker = _Worker(self.run, self.threads, self.free_gpus.pop(0))
+            self.workers.append(worker)
+        worker.job = job
         with suppress(OSError):  # it died just now: `poll` will see
-            slot.connection.send(job)
+            worker.connection.send(job)
 
     def poll(self, seconds: float) -> list[tuple[str, JobStatus]]:
         """Return the names and endings of jobs that ended; wait at most so long for one."""
         if self.stopped_at and time.monotonic() > self.stopped_at + REMINDER_SECONDS:
             self.stop()
-        busy = {slot.connection: slot for slot in self.slots if slot.job is not None and slot.connection is not None}
+        busy = {worker.connection: worker for worker in self.workers if worker.job is not None}
         if not busy:
             time.sleep(seconds)
             return []
         found: list[tuple[str, JobStatus]] = []
         # A dead process's end of the pipe is closed, so its connection is ready as well.
         for connection in wait(list(busy), seconds):
-            slot = busy[connection]  # type: ignore[index]
-            ending = self._heard(slot)
-            if ending is not None and slot.job is not None:
-                found.append((slot.job.name, ending))
-                slot.job = None
+            worker = busy[connection]  # type: ignore[index]
+            ending = self._heard(worker)
+            if ending is not None and worker.job is not None:
+                found.append((worker.job.name, ending))
+                worker.job = None
                 if ending.is_device_broken:
-                    self._kill_process(slot)  # the next job gets a new one
+                    self._remove(worker)  # the next job gets a new one
         return found
 
     def stop(self) -> None:
         """Ask all that are running to save and stop."""
         self.stopped_at = time.monotonic()
-        for slot in self.slots:
-            if slot.job is not None and slot.process is not None:
-                slot.process.terminate()
+        for worker in self.workers:
+            if worker.job is not None:
+                worker.process.terminate()
 
-    def _heard(self, slot: _Slot) -> JobStatus | None:
+    def _heard(self, worker: _Worker) -> JobStatus | None:
         """Receive what a process sent; None if it only said that it is ready."""
-        assert slot.connection is not None
-        assert slot.process is not None
         try:
-            message: JobStatus | None = slot.connection.recv()
+            message: JobStatus | None = worker.connection.recv()
         except (EOFError, OSError):
-            slot.process.join()
-            exit_code, was_ready = slot.process.exitcode, slot.ready
-            self._kill_process(slot)
+            worker.process.join()
+            exit_code = worker.process.exitcode
+            self._remove(worker)
             if self.stopped_at and exit_code in (0, -signal.SIGTERM):  # it had not begun, or was done just then
                 return JobStatus(kind="stopped")
-            self.num_failed_starts += not was_ready
+            self.num_failed_starts += not worker.is_ready
             if self.num_failed_starts >= MAX_FAILED_STARTS:
                 raise RunError(
                     f"The processes of the sweep end before they begin (exit code {exit_code}). A script that starts a "
@@ -151,31 +144,15 @@ class LocalPool(AbstractContextManager["LocalPool"]):
                 ) from None
             return JobStatus(kind="died", message=describe_death(exit_code))
         if message is None:
-            slot.ready, self.num_failed_starts = True, 0
+            worker.is_ready, self.num_failed_starts = True, 0
         return message
 
-    def _start_process(self, slot: _Slot) -> None:
-        context = multiprocessing.get_context("spawn")  # threads do not survive a fork
-        slot.connection, theirs = context.Pipe()
-        slot.process = context.Process(
-            target=_serve, args=(theirs, self.run, self.shares.threads), name="flatmin-sweep", daemon=True
-        )
-        variables = dict.fromkeys(THREAD_VARIABLES, str(self.shares.threads))
-        if slot.gpu is not None:
-            variables["CUDA_VISIBLE_DEVICES"] = slot.gpu
-        with mock.patch.dict(os.environ, variables):  # torch reads it when it is imported, before any function of ours
-            slot.process.start()
-        theirs.close()
-        slot.ready = False
-
-    @staticmethod
-    def _kill_process(slot: _Slot) -> None:
-        if slot.process is not None:
-            slot.process.kill()
-            slot.process.join()
-        if slot.connection is not None:
-            slot.connection.close()
-        slot.process, slot.connection = None, None
+    def _remove(self, worker: _Worker) -> None:
+        worker.process.kill()
+        worker.process.join()
+        worker.connection.close()
+        self.workers.remove(worker)
+        self.free_gpus.append(worker.gpu)
 
 
 def _serve(connection: Connection, run: Callable[[Job], JobStatus], threads: int) -> None:

@@ -18,9 +18,8 @@ from flatmin.lab.errors import SpecError
 from flatmin.lab.runs.directory import is_finished
 from flatmin.lab.runs.json_files import storing, write_json
 from flatmin.lab.runs.record import MeasurementResult, read_measurement
-from flatmin.lab.training import trained_model
 from flatmin.lab.training.auto_rho import measured_rise
-from flatmin.lab.training.trained_model import TrainedModel
+from flatmin.lab.training.trained_model import TrainedModel, load_trained
 from flatmin.measures import (
     HessianOperator,
     loss_landscape,
@@ -40,25 +39,32 @@ Measured = tuple[MeasurementResult, Callable[[], "Figure"] | None]
 Range = tuple[Callable[[Any], bool], str]
 """Whether a value is allowed, and what is, to follow "must be"."""
 COUNT: Range = (lambda count: count >= 1, "at least 1")
+SEVERAL: Range = (lambda count: count >= 2, "at least 2")
 COMMON: dict[str, Range] = {"epoch": (lambda epoch: epoch >= 0, "at least 0"), "num_examples": COUNT}
 RADIUS: Range = (lambda rho: 0 <= rho < math.inf, "finite and not negative")
+POSITIVE: Range = (lambda value: 0 < value < math.inf, "positive and finite")
+ODD: Range = (lambda points: points >= 3 and points % 2 == 1, "odd, and at least 3")
+PROBABILITY: Range = (lambda delta: 0 < delta < 1, "between 0 and 1")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """Something to measure of a trained model, and the settings that all measures share."""
+    """Something to measure of a trained model; a subclass says which values its own settings may have."""
 
     kind: ClassVar[str]
-    ranges: ClassVar[dict[str, Range]] = {}
+    ranges: ClassVar[dict[str, Range]]
 
     epoch: int | None = None
     """Measure the weights after this epoch, which the run saved (--keep-every); the final ones if None."""
     num_examples: int | None = None
     """Measure on this many training examples, the first ones; on all if None."""
 
+    def __init_subclass__(cls, kind: str, **ranges: Range) -> None:
+        super().__init_subclass__()
+        cls.kind, cls.ranges = kind, COMMON | ranges
+
     def __post_init__(self) -> None:
-        """Check every setting."""
-        for name, (holds, allowed) in (COMMON | self.ranges).items():
+        for name, (holds, allowed) in self.ranges.items():
             value = getattr(self, name)
             if value is not None and not holds(value):
                 raise SpecError(f"--{name.replace('_', '-')} must be {allowed}; got {value}.")
@@ -76,11 +82,8 @@ class Measurement:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sharpness(Measurement):
+class Sharpness(Measurement, kind="sharpness", rho=RADIUS, m=COUNT, steps=COUNT):
     """m-sharpness: how far the loss rises within rho, on subsets of m examples (Section 4.1)."""
-
-    kind = "sharpness"
-    ranges: ClassVar[dict[str, Range]] = {"rho": RADIUS, "m": COUNT, "steps": COUNT}
 
     rho: float = 0.05
     """Radius of the ball."""
@@ -117,11 +120,8 @@ def eigenvalues(operator: HessianOperator, num: int) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spectrum(Measurement):
+class Spectrum(Measurement, kind="spectrum", num_eigenvalues=COUNT, steps=COUNT, probes=COUNT):
     """The Hessian's largest eigenvalues and spectral density (Section 4.2)."""
-
-    kind = "spectrum"
-    ranges: ClassVar[dict[str, Range]] = {"num_eigenvalues": COUNT, "steps": COUNT, "probes": COUNT}
 
     num_eigenvalues: int = 5
     """How many of the largest eigenvalues."""
@@ -145,14 +145,8 @@ class Spectrum(Measurement):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Landscape(Measurement):
+class Landscape(Measurement, kind="landscape", span=POSITIVE, points=ODD):
     """The loss on a plane of random, filter-normalized directions (Figure 1)."""
-
-    kind = "landscape"
-    ranges: ClassVar[dict[str, Range]] = {
-        "span": (lambda span: 0 < span < math.inf, "positive and finite"),
-        "points": (lambda points: points >= 3 and points % 2 == 1, "odd, and at least 3"),
-    }
 
     span: float = 1.0
     """How far the plane goes, in units of the directions."""
@@ -172,22 +166,13 @@ class Landscape(Measurement):
             "span": self.span,
             "points": self.points,
             "num_examples": sum(len(labels) for _, labels in data),
-            "coordinates": result.coordinates.tolist(),
-            "loss": result.loss.tolist(),
-            "accuracy": result.accuracy.tolist(),
+            **{name: getattr(result, name).tolist() for name in ("coordinates", "loss", "accuracy")},
         }, result.plot
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bound(Measurement):
+class Bound(Measurement, kind="bound", rho=POSITIVE, delta=PROBABILITY, num_examples=SEVERAL):
     """The PAC-Bayes bound on the error, term by term (Appendix A)."""
-
-    kind = "bound"
-    ranges: ClassVar[dict[str, Range]] = {
-        "rho": (lambda rho: 0 < rho < math.inf, "positive and finite"),
-        "delta": (lambda delta: 0 < delta < 1, "between 0 and 1"),
-        "num_examples": (lambda count: count >= 2, "at least 2"),
-    }
 
     rho: float = 0.05
     """Radius of the ball."""
@@ -198,29 +183,22 @@ class Bound(Measurement):
         """Estimate the bound on the 0-1 error."""
         data = trained.batches(trained.dataset.train, self.num_examples)
         result = pac_bayes_bound(trained.network, F.cross_entropy, data, rho=self.rho, delta=self.delta, metric="error")
+        terms = ("complexity", "weight_term", "confidence_term", "union_term")
+        sizes = ("weight_norm", "num_weights", "num_examples")
         return {
             "total": result.total,
             "vacuous": bool(result.vacuous),
             "error": result.loss,
             "sharp_error": result.sharp_loss,
-            "complexity": result.complexity,
-            "weight_term": result.weight_term,
-            "confidence_term": result.confidence_term,
-            "union_term": result.union_term,
-            "weight_norm": result.weight_norm,
-            "num_weights": result.num_weights,
-            "num_examples": result.num_examples,
+            **{name: getattr(result, name) for name in (*terms, *sizes)},
             "rho": self.rho,
             "delta": self.delta,
         }, result.plot
 
 
 @dataclass(frozen=True, kw_only=True)
-class Noise(Measurement):
+class Noise(Measurement, kind="noise", rho=RADIUS, num_draws=COUNT):
     """By how much Gaussian noise on the weights raises the test error, the condition of the bound (Appendix A)."""
-
-    kind = "noise"
-    ranges: ClassVar[dict[str, Range]] = {"rho": RADIUS, "num_draws": COUNT}
 
     rho: float = 0.05
     """At two scales: this for each weight, as the theorem states it, and its proof's, whose norm is about rho."""
@@ -240,14 +218,11 @@ class Noise(Measurement):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cosine(Measurement):
+class Cosine(Measurement, kind="cosine", rho=RADIUS):
     """The cosine of SAM's first- and second-order updates on one training batch (Appendix C.4).
 
     The model is in evaluation mode, as for all measures: batch norm normalizes with its running statistics.
     """
-
-    kind = "cosine"
-    ranges: ClassVar[dict[str, Range]] = {"rho": RADIUS}
 
     num_examples: int | None = 128
     """The size of the batch."""
@@ -266,14 +241,11 @@ class Cosine(Measurement):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rho(Measurement):
+class Rho(Measurement, kind="rho", m=COUNT):
     """The radius that the training loss suggests (`flatmin.suggest_rho`), and the rise of the loss over rho.
 
     Unlike the other measures, as in training: with augmentation, random layers and batch statistics.
     """
-
-    kind = "rho"
-    ranges: ClassVar[dict[str, Range]] = {"m": COUNT}
 
     m: int | None = None
     """Examples that share a perturbation; as many as in the run if None."""
@@ -312,11 +284,7 @@ def measure_run(
             missing.append(m)
     trained: TrainedModel | None = None
     for epoch in dict.fromkeys(m.epoch for m in missing):
-        trained = (
-            trained_model.load_trained(run, data_root=data_root, epoch=epoch)
-            if trained is None
-            else trained.at_epoch(epoch)
-        )
+        trained = trained.at_epoch(epoch) if trained else load_trained(run, data_root=data_root, epoch=epoch)
         at = {"epoch": trained.epoch, "step": trained.step}
         for m in (m for m in missing if m.epoch == epoch):
             name = m.name if is_finished(run) or epoch is not None else f"{m.name}-step{at['step']}"

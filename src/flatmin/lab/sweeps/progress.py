@@ -1,8 +1,8 @@
 """How a sweep is shown: a table that follows it in a terminal, else a line for each job that ended."""
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Literal
 
@@ -37,16 +37,12 @@ class SweepProgress:
         for name, job in jobs.items():
             self.groups.setdefault(job.experiment.run_hash(), []).append(name)
 
-    @contextmanager
-    def shown(self) -> Iterator[None]:
+    def shown(self) -> AbstractContextManager[object]:
         """Show the table as long as it lasts, in a terminal."""
         if self.console is None or not self.console.is_terminal:
-            yield
-            return
-        with Live(
-            get_renderable=self.table, console=self.console, refresh_per_second=REFRESHES_PER_SECOND, transient=True
-        ):
-            yield
+            return nullcontext()
+        rate = REFRESHES_PER_SECOND
+        return Live(get_renderable=self.table, console=self.console, refresh_per_second=rate, transient=True)
 
     def complete_before(self, name: str, failed: bool) -> None:
         """Take note of a job that an earlier sweep completed."""

@@ -21,7 +21,7 @@ from flatmin.lab.runs.directory import RunDirectory
 from flatmin.lab.sweeps.jobs import Job
 from flatmin.lab.sweeps.measurements import measure_run
 from flatmin.lab.training.engine import train
-from flatmin.lab.training.precision import deterministic_algorithms
+from flatmin.lab.training.session import deterministic_algorithms
 
 DEVICE_ERROR = re.compile("CUDA error|CUDA driver error|cuDNN error|CUDNN_STATUS|CUBLAS_STATUS|NCCL error")
 USER_MISTAKES = (SpecError, DataError, ModelError, StorageError)

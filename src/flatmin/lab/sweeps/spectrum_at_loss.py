@@ -7,7 +7,6 @@ loss their curvature can be compared.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +15,9 @@ from torch import Tensor, nn
 from flatmin.lab.sweeps.measurements import COUNT, Measured, Measurement, Range, eigenvalues
 from flatmin.lab.training.trained_model import TrainedModel
 from flatmin.measures import HessianOperator
+
+CHOSEN_BY_LOSS: Range = (lambda _: False, "left out, because the loss chooses it")
+LIMITS: Range = (lambda limits: bool(limits) and all(limit > 0 for limit in limits), "one or several positive numbers")
 
 
 def first_below(losses: Iterable[tuple[int, float]], limits: Sequence[float]) -> dict[float, tuple[int, float] | None]:
@@ -37,23 +39,13 @@ def first_below(losses: Iterable[tuple[int, float]], limits: Sequence[float]) ->
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpectrumAtLoss(Measurement):
+class SpectrumAtLoss(Measurement, kind="spectrum_at_loss", epoch=CHOSEN_BY_LOSS, limits=LIMITS, num_eigenvalues=COUNT):
     """The Hessian's largest eigenvalues at the first saved epoch whose training loss is below each of some limits.
 
     The loss is evaluated after the epoch, on the images that the Hessian is of: not augmented, each once. The losses of
     ``metrics.jsonl`` are running means over an epoch's steps, with augmentation. The run has to save its weights
     (``keep_every``).
     """
-
-    kind = "spectrum_at_loss"
-    ranges: ClassVar[dict[str, Range]] = {
-        "epoch": (lambda _: False, "left out, because the loss chooses it"),
-        "limits": (
-            lambda limits: bool(limits) and all(limit > 0 for limit in limits),
-            "one or several positive numbers",
-        ),
-        "num_eigenvalues": COUNT,
-    }
 
     limits: tuple[float, ...] = (0.3, 0.1, 0.03)
     """What the loss has to fall below."""

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from rich.console import Console
 
@@ -23,15 +23,7 @@ from flatmin.lab.sweeps.scheduler import JobScheduler
 from flatmin.lab.training.engine import CHECKPOINT_SECONDS
 from flatmin.lab.training.session import deferred_signals
 
-Engine = Literal["local", "ray"]
 Pool = LocalPool | RayPool
-ATTEMPTS = 3
-
-
-def sweep(jobs: Sequence[Job], *, what: str = "", **settings: Any) -> dict[str, RunRecord]:
-    """Run all jobs that are not complete and return each run's record by name; the settings are `Sweeper`'s."""
-    with Sweeper(**settings) as sweeper:
-        return sweeper.run(jobs, what)
 
 
 @dataclass(kw_only=True)
@@ -42,7 +34,7 @@ class SweepSettings:
     """The directory of all runs."""
     data_root: Path | None = None
     """The first directory in which datasets are searched for (then FLATMIN_DATA, ./data, the user's cache)."""
-    engine: Engine = "local"
+    engine: Literal["local", "ray"] = "local"
     """local: processes of this machine; ray: a cluster."""
     address: str | None = None
     """Of an existing Ray cluster ("auto" finds one); if None, RAY_ADDRESS, or else a new one on this machine."""
@@ -64,7 +56,7 @@ class Sweeper(SweepSettings, AbstractContextManager["Sweeper"]):
     checkpoint, as long as each attempt saves something new. A SpecError names a number that is too small.
     """
 
-    attempts: int = ATTEMPTS
+    attempts: int = 3
     """How often a job may fail, or its process die, without having saved anything new."""
     console: Console | None = None
     """Where to show progress; nowhere if None."""
@@ -78,9 +70,6 @@ class Sweeper(SweepSettings, AbstractContextManager["Sweeper"]):
         self.runs, self.data_root = self.runs.absolute(), self.data_root and self.data_root.absolute()
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
         """End the processes."""
         if self._pool is not None:
             pool, self._pool = self._pool, None
@@ -111,7 +100,7 @@ class Sweeper(SweepSettings, AbstractContextManager["Sweeper"]):
                 with deferred_signals() as interruption, progress.shown():
                     failures = schedule.run(interruption)
             except BaseException:
-                self.close()  # nothing may go on running unseen
+                self.__exit__()  # nothing may go on running unseen
                 raise
         for name in missing:
             records[name] = self._record(name)
@@ -138,7 +127,7 @@ class Sweeper(SweepSettings, AbstractContextManager["Sweeper"]):
             if self.engine == "ray":
                 pool: Pool = RayPool(run, self.runs, self.address, processes=self.processes, threads=self.threads)
             else:
-                pool = LocalPool(run, machine_shares(self.processes, self.threads))
+                pool = LocalPool(run, *machine_shares(self.processes, self.threads))
             self._pool = pool.__enter__()
         return self._pool
 

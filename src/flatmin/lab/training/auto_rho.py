@@ -11,7 +11,7 @@ from torch import Tensor
 from flatmin import SAM, RhoSuggestion, RiseCurve, suggest_rho
 from flatmin.lab.data.pipeline import Batch
 from flatmin.lab.data.randomness import Purpose, torch_seed
-from flatmin.lab.models.build import freeze_batch_norm
+from flatmin.lab.models.build import set_training_mode
 from flatmin.lab.models.shake import true_gradient
 from flatmin.lab.runs.directory import run_seed
 from flatmin.lab.training.distributed import Workers
@@ -64,9 +64,7 @@ def measured_rise(trained: TrainedModel, m: int | None, num_examples: int | None
     stepper = Stepper(experiment, network, seed, Workers(device=trained.pipeline.device))
     if num_examples is not None:
         images = images.take(np.arange(len(images.labels))[:num_examples])
-    network.train()
-    if experiment.model.freeze_batch_norm:
-        freeze_batch_norm(network)
+    set_training_mode(network, experiment.model)
     try:
         batches = replace(trained.pipeline, seed=seed).training(images, trained.epoch)
         found = suggestion(stepper, batches, m)

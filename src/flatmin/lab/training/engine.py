@@ -16,9 +16,8 @@ from flatmin.lab.runs.directory import Result, RunDirectory, is_finished
 from flatmin.lab.runs.environment import IMAGES, WEIGHTS, check_inputs, recorded_inputs
 from flatmin.lab.spec.experiment import Experiment
 from flatmin.lab.training.distributed import Workers, join_workers
-from flatmin.lab.training.precision import deterministic_algorithms
 from flatmin.lab.training.run import Run
-from flatmin.lab.training.session import Callback, deferred_signals
+from flatmin.lab.training.session import Callback, deferred_signals, deterministic_algorithms
 from flatmin.lab.training.trained_model import with_weights_file
 
 CHECKPOINT_SECONDS = 60.0

@@ -1,18 +1,55 @@
-"""Loss, error and calibration of a model on a whole set of images, as at test time."""
+"""Loss, error and calibration of a model: of a batch, and of a whole set of images as at test time."""
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flatmin.lab.data.pipeline import Batch, even_cuts
 from flatmin.lab.training.distributed import Workers
-from flatmin.lab.training.precision import autocast
-from flatmin.lab.training.steps import loss_and_error
 
 MANY_CLASSES = 100  # from here on the top-5 error is measured too, as for ImageNet
 NUM_BINS = 15  # of the calibration error, as is customary (Guo et al., 2017)
+
+Precision = Literal["float32", "bfloat16"]
+
+
+def resolve_precision(precision: Literal["auto"] | Precision, device: torch.device) -> Precision:
+    """Return what ``auto`` means: bfloat16 if the device multiplies it natively; elsewhere it is emulated, and slow."""
+    if precision != "auto":
+        return precision
+    if device.type == "cuda":
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        native = any(map(torch.cpu.get_capabilities().get, ("amx_bf16", "avx512_bf16", "bf16")))
+    return "bfloat16" if native else "float32"
+
+
+def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
+    """Return the context in which the model is called."""
+    if precision == "float32":
+        return nullcontext()
+    return torch.autocast(device.type, dtype=torch.bfloat16)
+
+
+def loss_and_error(logits: Tensor, batch: Batch, label_smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
+    r"""Return cross-entropy and error rate of a batch; with Mixup, both are mixed like the images.
+
+    :math:`\lambda\, l(y) + (1 - \lambda)\, l(y')` (Zhang et al., 2018), where y' are the partners' classes.
+    """
+    logits = logits.float()
+    loss = F.cross_entropy(logits, batch.labels, label_smoothing=label_smoothing)
+    predicted = logits.detach().argmax(1)
+    error = (predicted != batch.labels).float().mean()
+    if batch.own_weight != 1.0:
+        other = F.cross_entropy(logits, batch.partner_labels, label_smoothing=label_smoothing)
+        loss = batch.own_weight * loss + (1 - batch.own_weight) * other
+        other_error = (predicted != batch.partner_labels).float().mean()
+        error = batch.own_weight * error + (1 - batch.own_weight) * other_error
+    return loss, error
 
 
 def what_is_evaluated(num_classes: int) -> tuple[str, ...]:
@@ -25,7 +62,7 @@ def evaluate(
     network: nn.Module,
     batches: Iterable[Batch],
     names: tuple[str, ...],
-    precision: Literal["float32", "bfloat16"],
+    precision: Precision,
     workers: Workers,
 ) -> dict[str, float]:
     """Return metrics over all examples of all workers; leaves the model in evaluation mode.

@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 from torch import nn
 
 from flatmin.lab.data.datasets import load_dataset
+from flatmin.lab.data.images import Images
 from flatmin.lab.data.pipeline import epoch_batches
 from flatmin.lab.data.randomness import Purpose, torch_seed
 from flatmin.lab.errors import CorruptFileError, DivergedError, InterruptedRun, RunError
-from flatmin.lab.models.build import build_model, freeze_batch_norm
+from flatmin.lab.models.build import build_model, set_training_mode
 from flatmin.lab.runs.checkpoint import latest_checkpoint, prepare_directory, save_checkpoint, save_epoch_weights
 from flatmin.lab.runs.directory import Result, RunDirectory
 from flatmin.lab.runs.environment import check_inputs, environment, read_sessions
@@ -29,9 +30,10 @@ from flatmin.lab.training.schedule import learning_rate, settles, settling_facto
 from flatmin.lab.training.session import Callback, Clock, Interruption, RunProgress, fixes
 from flatmin.lab.training.steps import StepMetrics, Stepper
 from flatmin.lab.training.trained_model import (
+    PREDICTED_LABELS,
     load_trained,
     model_pipeline,
-    predicted_labels,
+    read_predicted_labels,
     relabeled,
     with_weights_file,
 )
@@ -100,24 +102,22 @@ class Run:
 
     def _suggested_rho(self) -> float:
         """Measure the radius of a run whose `optim.rho` is auto or a factor; exactly once, before the first step."""
-        self._set_training_mode()
+        set_training_mode(self.network, self.experiment.model)
         try:
             suggested = suggestion(self.stepper, self.pipeline.training(self.dataset.train, epoch=0))
         except ValueError as error:
             raise RunError(f"optim.rho is {self.experiment.optim.rho}: {error}") from error
         return suggested.rho * self.experiment.optim.rho_number
 
-    def _set_training_mode(self) -> None:
-        self.network.train()
-        if self.experiment.model.freeze_batch_norm:
-            freeze_batch_norm(self.network)
-
     def _predicted_labels(self) -> NDArray[np.int64]:
+        """Return what the first model predicts (Section 3.3); it is saved: a resumed run sees the same labels."""
         path = self.directory.path
-        first_stage = path.with_name(self.experiment.first_stage().run_name(self.directory.seed))
-        return predicted_labels(
-            path, self.dataset, lambda: load_trained(first_stage, data_root=self.data_root).predicted_labels()
-        )
+        if not (path / PREDICTED_LABELS).exists():
+            first_stage = path.with_name(self.experiment.first_stage().run_name(self.directory.seed))
+            labels = load_trained(first_stage, data_root=self.data_root).predicted_labels()
+            num_changed = int((self.dataset.train.labels != labels).sum())
+            write_json(path / PREDICTED_LABELS, {"num_changed": num_changed, "labels": labels.tolist()}, indent=None)
+        return read_predicted_labels(path, self.dataset)
 
     def _read_saved(self) -> tuple[dict[str, Any] | None, list[Metrics]]:
         """Return the latest usable checkpoint and the metrics of its epochs."""
@@ -152,7 +152,7 @@ class Run:
             if self.experiment.epochs == 0:
                 self._evaluate_checkpoint(events)
             while not self._finished():
-                self._set_training_mode()
+                set_training_mode(self.network, self.experiment.model)
                 settling = self._settling()
                 clock.start()
                 for batch in self.pipeline.training(self.dataset.train, progress.epoch, start=progress.batch):
@@ -169,7 +169,7 @@ class Run:
                         self._pause(clock, interruption)
                 self._stop_if_diverged()
                 progress.time_seconds += clock.stop()
-                self._complete_epoch(events, callback, clock.examples_per_second, lr)
+                self._complete_epoch(events, callback, clock.num_examples / clock.epoch_seconds, lr)
                 self._pause(clock, interruption)
         return self.workers.on_main(lambda: self.directory.finish(progress.time_seconds))
 
@@ -197,11 +197,12 @@ class Run:
             "sharpness": (perturbed_loss - loss) / num if sam else None,
         }
         metrics |= {} if optim.rho_factor is None else {"rho": progress.rho}
-        metrics |= {} if self.experiment.target_loss is None else self._fit()
+        if self.experiment.target_loss is not None:
+            metrics |= self._evaluated("fit", self.dataset.train, ("loss", "error"))
         progress.history.append(metrics)
         progress.epoch, progress.batch, progress.sums = progress.epoch + 1, 0, torch.zeros_like(progress.sums)
         evaluates = self._finished() or progress.epoch % self.experiment.evaluate_every == 0
-        metrics |= self._evaluated(evaluates)
+        metrics |= self._held_out(evaluates)
         self._keep_weights()
         speed: Metrics = {"epoch": progress.epoch, "images_per_second": examples_per_second}
         self.workers.on_main(lambda: self._write_epoch(metrics, speed, events))
@@ -210,7 +211,7 @@ class Run:
 
     def _evaluate_checkpoint(self, events: Any) -> None:
         """Write the one line of a run without training."""
-        metrics: Metrics = {"epoch": 0, "step": 0, "train_loss": None, **self._evaluated()}
+        metrics: Metrics = {"epoch": 0, "step": 0, "train_loss": None, **self._held_out()}
         self.progress.history = [metrics]
         self.workers.on_main(lambda: self._write_epoch(metrics, {"epoch": 0, "images_per_second": None}, events))
         self.save()
@@ -235,22 +236,18 @@ class Run:
         losses = [line.get("fit_loss") for line in self.progress.history]
         return 1.0 if target is None else settling_factor(losses, target, epochs)
 
-    def _fit(self) -> Metrics:
-        """Return loss and error on the whole training set, as at test time."""
-        batches = self.pipeline.evaluation(self.dataset.train)
-        values = evaluate(self.network, batches, ("loss", "error"), self.stepper.precision, self.workers)
-        return {f"fit_{name}": value for name, value in finite(values).items()}
+    def _evaluated(self, part: str, images: Images, names: tuple[str, ...]) -> Metrics:
+        batches = self.pipeline.evaluation(images)
+        values = evaluate(self.network, batches, names, self.stepper.precision, self.workers)
+        return {f"{part}_{name}": value for name, value in finite(values).items()}
 
-    def _evaluated(self, evaluates: bool = True) -> Metrics:
+    def _held_out(self, evaluates: bool = True) -> Metrics:
         """Return loss and errors on the validation and test sets; None for each if it does not evaluate now."""
         metrics: Metrics = {}
-        for name, images in (("valid", self.dataset.valid), ("test", self.dataset.test)):
+        for part, images in (("valid", self.dataset.valid), ("test", self.dataset.test)):
             if images is not None:
-                values: dict[str, Any] = dict.fromkeys(self.names)
-                if evaluates:
-                    batches = self.pipeline.evaluation(images)
-                    values = evaluate(self.network, batches, self.names, self.stepper.precision, self.workers)
-                metrics |= {f"{name}_{key}": value for key, value in finite(values).items()}
+                unknown = dict.fromkeys(f"{part}_{name}" for name in self.names)
+                metrics |= self._evaluated(part, images, self.names) if evaluates else unknown
         return metrics
 
     def _keep_weights(self) -> None:

@@ -1,6 +1,7 @@
-"""A session of a run: its progress, callback, clock, and what may end it: a signal, a loss that diverges."""
+"""A session of a run: its progress, callback, clock, algorithms, and what may end it: a signal, a diverging loss."""
 
 import math
+import os
 import signal
 import threading
 import time
@@ -90,11 +91,6 @@ class Clock:
         """Record that a checkpoint was written, and start again."""
         self.saved_at = self.started_at = time.monotonic()
 
-    @property
-    def examples_per_second(self) -> float:
-        """The speed of this session's part of the epoch."""
-        return self.num_examples / self.epoch_seconds
-
 
 @dataclass
 class Interruption:
@@ -121,6 +117,26 @@ def deferred_signals() -> Iterator[Interruption]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def deterministic_algorithms(enabled: bool) -> Iterator[None]:
+    """Let CUDA compute in the same order every time, if asked to; an operation that cannot raises an error.
+
+    cuBLAS reads its variable when CUDA starts: call it before.
+    """
+    if not enabled:
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before, benchmark = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        torch.backends.cudnn.benchmark = benchmark
 
 
 def fixes(optim: Optim, precision: str) -> list[str]:

@@ -5,7 +5,6 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
@@ -17,7 +16,7 @@ from flatmin.lab.errors import ModelError
 from flatmin.lab.models.shake import true_gradient
 from flatmin.lab.spec.experiment import Experiment, Optim
 from flatmin.lab.training.distributed import Workers
-from flatmin.lab.training.precision import autocast, resolve_precision
+from flatmin.lab.training.evaluation import autocast, loss_and_error, resolve_precision
 
 
 class PassMetrics(NamedTuple):
@@ -292,23 +291,6 @@ def normalization_statistics(network: nn.Module) -> list[Tensor]:
         for name, buffer in module._buffers.items()
         if name.startswith("running_") and buffer is not None
     ]
-
-
-def loss_and_error(logits: Tensor, batch: Batch, label_smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
-    r"""Return cross-entropy and error rate of a batch; with Mixup, both are mixed like the images.
-
-    :math:`\lambda\, l(y) + (1 - \lambda)\, l(y')` (Zhang et al., 2018), where y' are the partners' classes.
-    """
-    logits = logits.float()
-    loss = F.cross_entropy(logits, batch.labels, label_smoothing=label_smoothing)
-    predicted = logits.detach().argmax(1)
-    error = (predicted != batch.labels).float().mean()
-    if batch.own_weight != 1.0:
-        other = F.cross_entropy(logits, batch.partner_labels, label_smoothing=label_smoothing)
-        loss = batch.own_weight * loss + (1 - batch.own_weight) * other
-        other_error = (predicted != batch.partner_labels).float().mean()
-        error = batch.own_weight * error + (1 - batch.own_weight) * other_error
-    return loss, error
 
 
 def _cut(batch: Batch, part: float) -> tuple[Batch, Batch | None]:

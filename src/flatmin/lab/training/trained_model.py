@@ -1,7 +1,6 @@
 """A trained model with its data, read from the directory of its run, to be measured, fine-tuned, or to label data."""
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from flatmin.lab.models.build import build_model, input_statistics
 from flatmin.lab.runs.checkpoint import State, find_state, latest_checkpoint, read_state
 from flatmin.lab.runs.directory import is_finished, last_metrics, read_result, read_spec
 from flatmin.lab.runs.environment import check_inputs
-from flatmin.lab.runs.json_files import read_json, write_json
+from flatmin.lab.runs.json_files import read_json
 from flatmin.lab.spec.datasets import DatasetInfo
 from flatmin.lab.spec.experiment import Experiment, Model
 from flatmin.lab.training.distributed import Workers
@@ -76,18 +75,6 @@ class TrainedModel:
         batches = self.pipeline.evaluation(self.dataset.train)
         labels: NDArray[np.int64] = torch.cat([self.network(batch.inputs).argmax(1).cpu() for batch in batches]).numpy()
         return labels
-
-
-def predicted_labels(run: Path, dataset: Dataset, predict: Callable[[], NDArray[np.int64]]) -> NDArray[np.int64]:
-    """Return the labels that the first model predicts for the training set of a run (Section 3.3).
-
-    They are saved in the run's directory: a resumed run sees the same labels.
-    """
-    if not (run / PREDICTED_LABELS).exists():
-        labels = predict()
-        content = {"num_changed": int((dataset.train.labels != labels).sum()), "labels": labels.tolist()}
-        write_json(run / PREDICTED_LABELS, content, indent=None)
-    return read_predicted_labels(run, dataset)
 
 
 def read_predicted_labels(run: Path, dataset: Dataset) -> NDArray[np.int64]:

@@ -1,26 +1,65 @@
-"""Small transformers for images and for text, without batch norm.
+"""Small models without normalization over batches: a CNN for the demo, a perceptron for tables, and transformers.
 
-The one for images has the plain design of Beyer, Zhai and Kolesnikov (2022): fixed sine and cosine positions, no class
-token, the mean over all patches before the last layer. So it takes images of any size that the patches divide.
+The transformer for images has the plain design of Beyer, Zhai and Kolesnikov (2022): fixed sine and cosine positions,
+no class token, the mean over all patches before the last layer. So it takes images of any size that the patches divide.
 """
 
 import math
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flatmin.lab.errors import ModelError
+from flatmin.lab.models.layers import conv3x3, initialize
 
+SIDE = 8
+"""For the perceptron, images are averaged to 8 x 8 pixels; of the digits these are the 64 columns of their table."""
 HEAD_WIDTH = 32
 CONTEXT = 64
-"""Characters that it sees; the dataset has them as images of 8 x 8 pixels."""
+"""Characters that the transformer for text sees; the dataset has them as images of 8 x 8 pixels."""
+
+
+class PlainCNN(nn.Module):
+    """Convolutions with width, 2 width, 4 width channels at 1, 1/2, 1/4 of the size; means of quarters; linear."""
+
+    def __init__(self, width: int, *, num_classes: int, in_channels: int) -> None:
+        super().__init__()
+        self.conv1 = conv3x3(in_channels, width, bias=True)
+        self.conv2 = conv3x3(width, 2 * width, stride=2, bias=True)
+        self.conv3 = conv3x3(2 * width, 4 * width, stride=2, bias=True)
+        self.head = nn.Linear(16 * width, num_classes)
+        initialize(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits (N, num_classes) of images (N, C, H, W)."""
+        for conv in (self.conv1, self.conv2, self.conv3):
+            x = F.relu(conv(x))
+        return self.head(F.adaptive_avg_pool2d(x, 2).flatten(1))
+
+
+class MLP(nn.Module):
+    """`depth` hidden layers of `width` units with ReLU."""
+
+    def __init__(self, depth: int, width: int, *, num_classes: int, in_channels: int) -> None:
+        super().__init__()
+        sizes = [SIDE * SIDE * in_channels, *[width] * depth]
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
+        self.head = nn.Linear(width, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits (N, num_classes) of images (N, C, H, W)."""
+        x = F.adaptive_avg_pool2d(x, SIDE).flatten(1)
+        for layer in self.layers:
+            x = F.relu(layer(x))
+        return self.head(x)
 
 
 class VisionTransformer(nn.Module):
     """`depth` blocks of attention and MLP on patches of `patch_size` x `patch_size` pixels."""
 
-    def __init__(self, depth: int, width: int, patch_size: int, *, num_classes: int, in_channels: int = 3) -> None:
+    def __init__(self, depth: int, width: int, patch_size: int, *, num_classes: int, in_channels: int) -> None:
         super().__init__()
         self.patches = nn.Conv2d(in_channels, width, patch_size, stride=patch_size)
         self.blocks = nn.Sequential(*(Block(width) for _ in range(depth)))
@@ -49,7 +88,7 @@ class VisionTransformer(nn.Module):
 class CharTransformer(nn.Module):
     """`depth` blocks of attention and MLP on 64 characters, of which the last one's output is the prediction."""
 
-    def __init__(self, depth: int, width: int, *, num_classes: int, in_channels: int = 1) -> None:
+    def __init__(self, depth: int, width: int, *, num_classes: int, in_channels: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(num_classes, width)
         self.position = nn.Parameter(torch.empty(CONTEXT * in_channels, width))
