@@ -44,8 +44,9 @@ def check_overview(overview, items, tally):
             tally.interval("effect", where, match[1].lstrip("+"), c.differences)
             tally.same("label", where, effect[match.end() :].strip() in ("", c.metric, f"{c.metric}, %"), True, 0)
             if match[2]:
-                base = interval([c.high[s] for s in c.seeds])[0]
-                tally.number("effect in %", where, match[2], 100 * interval(c.differences)[0] / abs(base))
+                base, mean = interval([c.high[s] for s in c.seeds])[0], interval(c.differences)[0]
+                share = 10**mean - 1 if c.metric.startswith("log10 ") else mean / abs(base)
+                tally.number("effect in %", where, match[2], 100 * share)
             tally.same("n", where, int(n), len(c.seeds))
             tally.p_value("Holm's p", where, p, c.p_holm)
         runs = {run["name"] for c in compared for run in c.runs} or item_runs(item, items)

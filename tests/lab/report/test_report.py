@@ -364,6 +364,13 @@ def test_a_caption_says_the_unit_that_all_numbers_have(units, shown):
     assert caption(Table(title="t", columns=("x",) * len(row), rows=[row])) == shown
 
 
+def test_a_logarithmic_axis_within_a_decade_has_several_labels():
+    drawn = draw(lines([0.0, 1.0], [0.9, 6.0], log_y=True))
+    drawn.draw_without_rendering()
+    labels = [label.get_text() for label in drawn.axes[0].get_yticklabels()]
+    assert {"2", "5"} <= set(labels)
+
+
 def test_numbers_that_are_not_finite_leave_gaps_in_figures():
     line = lines([0.0, 1.0, 2.0], [1.0, math.nan, math.inf], [2.0, math.nan, 1.0], log_x=True, log_y=True)
     for figure in (line, surfaces([-1.0, 1.0], [[1.0, math.nan], [0.0, 100.0]])):

@@ -18,6 +18,7 @@ from flatmin.lab.studies.statistics import SIGNIFICANT, Interval, p_text
 from flatmin.lab.sweeps.progress import time_text
 
 MOST_CHARACTERS = 60
+LOGARITHM = "log10 of "  # how the name of a logarithm begins
 """Of a file's name: some file systems take no more than 143."""
 MOST_POINTS = 150
 """A figure with more points is not repeated as a table: nobody would read it."""
@@ -159,18 +160,30 @@ def short_claim(verdict: Verdict, comparison: Comparison) -> str:
         '40 %: SAM vs. SGD'
     """
     condition, colon, _ = verdict.claim.partition(": ")
-    quantity = comparison.quantity.removesuffix(", %")
+    quantity = comparison.quantity.removesuffix(", %").removeprefix(LOGARITHM)
     where = f"{condition}: " if colon and len(condition) < MOST_CHARACTERS else ""
     what = "" if quantity == "test error" else f" ({quantity})"
     return f"{where}{comparison.name.replace(' - ', ' vs. ')}{what}"
 
 
 def relative_effect(comparison: Comparison) -> Interval | None:
-    """Return a difference in % of the baseline's mean, or None without a baseline."""
-    if not math.isfinite(comparison.baseline) or comparison.baseline == 0:
+    """Return a difference in % of the baseline's mean, or None without a baseline.
+
+    A difference of logarithms is a ratio; its interval is then to first order.
+
+    Example:
+        >>> tenth = Comparison(name="SAM - SGD", quantity="log10 of lambda_max", difference=Interval(-1.0, 0.1),
+        ...                    baseline=0.5, p_value=0.01, p_holm=0.01, num_pairs=5)
+        >>> round(relative_effect(tenth).mean, 6), round(relative_effect(tenth).half_width, 6)
+        (-90.0, 2.302585)
+    """
+    difference, baseline = comparison.difference, comparison.baseline
+    if not math.isfinite(baseline) or baseline == 0:
         return None
-    factor = 100 / abs(comparison.baseline)
-    return Interval(factor * comparison.difference.mean, factor * comparison.difference.half_width)
+    if comparison.quantity.startswith(LOGARITHM):
+        ratio = 10**difference.mean
+        return Interval(100 * (ratio - 1), 100 * ratio * math.log(10) * difference.half_width)
+    return Interval(100 / abs(baseline) * difference.mean, 100 / abs(baseline) * difference.half_width)
 
 
 def _effect(comparison: Comparison) -> dict[str, Any]:

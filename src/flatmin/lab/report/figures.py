@@ -13,6 +13,7 @@ import numpy as np
 from markupsafe import Markup
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 
 from flatmin.lab.report.tables import MINUS, interval_text
 from flatmin.lab.studies.findings import LineFigure, Series, SurfaceFigure, VerdictStatus
@@ -32,7 +33,7 @@ STATUS_LOOK: dict[VerdictStatus, tuple[str, str]] = {
     "not tested at this scale": ("#8a8f98", "^"),
     "not tested": ("#8a8f98", "X"),
 }
-NUM_LEVELS, MOST_TICKS, FOREST_LABEL, FOREST_LIMIT = 25, 10, 46, 100
+NUM_LEVELS, MOST_TICKS, FOREST_LABEL, FOREST_LIMIT, NARROW_RANGE = 25, 10, 46, 100, 30.0
 STYLE = {
     **{"svg.hashsalt": "flatmin", "svg.fonttype": "none", "font.size": 9.5, "font.family": "sans-serif"},
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
@@ -114,6 +115,10 @@ def _draw_lines(figure: LineFigure) -> Figure:
     axes.grid(visible=True)
     if figure.log_y and drawable:
         axes.set_yscale("log", nonpositive="clip")
+        low, high = axes.get_ylim()
+        if high < NARROW_RANGE * low:  # powers of ten alone would be one label, or none
+            axes.yaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), minor_locator=NullLocator())
+            axes.yaxis.set_major_formatter("{x:g}")
     if figure.log_x and drawable:
         axes.set_xscale("log", nonpositive="clip")
         # For a grid of few values, the values themselves say more than powers of ten.
