@@ -3,7 +3,7 @@
 from flatmin.lab.runs.record import Records, RunRecord, read_record
 from flatmin.lab.studies.findings import Cell
 from flatmin.lab.studies.study import describe, run_study
-from flatmin.lab.sweeps.run_job import run_job
+from flatmin.lab.sweeps.jobs import run_job
 
 
 def invented(metrics, facts=lambda job, measurement: {}):

@@ -14,8 +14,7 @@ from rich.console import Console
 
 from flatmin.lab.errors import DataError, InterruptedRun
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
-from flatmin.lab.sweeps.jobs import Job
-from flatmin.lab.sweeps.run_job import JobStatus
+from flatmin.lab.sweeps.jobs import Job, JobStatus
 from flatmin.lab.sweeps.sweep import Sweeper, run_job
 
 

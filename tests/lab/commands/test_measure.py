@@ -14,9 +14,8 @@ from flatmin.lab.errors import StorageError
 from flatmin.lab.runs.json_files import write_json
 from flatmin.lab.runs.record import read_record
 from flatmin.lab.sweeps import measurements
-from flatmin.lab.sweeps.jobs import Job
+from flatmin.lab.sweeps.jobs import Job, run_job
 from flatmin.lab.sweeps.measurements import Bound, Cosine, Landscape, Noise, Sharpness, Spectrum, measure_run
-from flatmin.lab.sweeps.run_job import run_job
 from flatmin.lab.training import trained_model
 from flatmin.lab.training.engine import train
 from sweep_process import tiny

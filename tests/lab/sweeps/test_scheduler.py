@@ -17,10 +17,9 @@ from flatmin.lab.runs.directory import RunDirectory
 from flatmin.lab.spec.experiment import Experiment, Model
 from flatmin.lab.sweeps import run_files
 from flatmin.lab.sweeps import scheduler as sweep_schedule
-from flatmin.lab.sweeps.jobs import Job
+from flatmin.lab.sweeps.jobs import Job, JobStatus, run_job, status_of_error
 from flatmin.lab.sweeps.progress import SweepProgress
 from flatmin.lab.sweeps.run_files import FileSender, RunStore, write_files
-from flatmin.lab.sweeps.run_job import JobStatus, run_job, status_of_error
 from flatmin.lab.sweeps.scheduler import JobScheduler
 from flatmin.lab.training.engine import train
 from flatmin.lab.training.session import Interruption

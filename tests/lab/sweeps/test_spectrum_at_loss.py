@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from flatmin.lab.errors import RunError, SpecError
 from flatmin.lab.runs.record import read_record
 from flatmin.lab.spec.experiment import Model
-from flatmin.lab.sweeps.jobs import Job
+from flatmin.lab.sweeps.jobs import Job, run_job
 from flatmin.lab.sweeps.measurements import Spectrum, measure_run
-from flatmin.lab.sweeps.run_job import run_job
 from flatmin.lab.sweeps.spectrum_at_loss import SpectrumAtLoss, first_below
 from flatmin.lab.training.engine import train
 from flatmin.lab.training.trained_model import load_trained

@@ -21,15 +21,14 @@ from flatmin.lab.runs.checkpoint import checkpoints
 from flatmin.lab.runs.directory import RunDirectory
 from flatmin.lab.runs.record import read_record
 from flatmin.lab.spec.experiment import Model
+from flatmin.lab.sweeps import jobs as jobs_module
 from flatmin.lab.sweeps import local_pool as sweep_local
-from flatmin.lab.sweeps import run_job as sweep_job
 from flatmin.lab.sweeps import scheduler as sweep_schedule
 from flatmin.lab.sweeps import sweep as sweep_module
-from flatmin.lab.sweeps.jobs import Job
+from flatmin.lab.sweeps.jobs import Job, JobStatus, describe_death
 from flatmin.lab.sweeps.local_pool import LocalPool, machine_shares
 from flatmin.lab.sweeps.measurements import Bound, Sharpness
 from flatmin.lab.sweeps.progress import SweepProgress
-from flatmin.lab.sweeps.run_job import JobStatus, describe_death
 from flatmin.lab.sweeps.scheduler import JobScheduler
 from flatmin.lab.sweeps.sweep import Sweeper, run_job
 from flatmin.lab.training.engine import train
@@ -247,7 +246,7 @@ def test_what_is_the_users_to_mend_is_told_from_what_may_pass(tmp_path, monkeypa
     assert isinstance(ending.error, ModelError)
     (tmp_path / "file").touch()
     assert isinstance(run_job(Job(experiment=tiny()), tmp_path / "file", None, 60.0).error, StorageError)
-    monkeypatch.setattr(sweep_job, "train", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(jobs_module, "train", lambda *_, **__: 1 / 0)
     ending = run_job(Job(experiment=tiny()), tmp_path, None, 60.0)
     assert ending.kind == "failed"
     assert ending.message.startswith("ZeroDivisionError: division by zero (test_sweep.py, line ")
@@ -349,7 +348,7 @@ def test_errors_of_a_broken_device_are_known():
         ("CUDA out of memory. Tried to allocate 2 GiB", False),  # the next job may need less
         ("shapes cannot be multiplied", False),
     ):
-        status = sweep_job.status_of_error(RuntimeError(message))
+        status = jobs_module.status_of_error(RuntimeError(message))
         assert (status.kind, status.is_device_broken) == ("failed", is_broken)
 
 

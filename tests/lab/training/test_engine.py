@@ -21,7 +21,7 @@ from flatmin.lab.runs.checkpoint import checkpoints, latest_checkpoint
 from flatmin.lab.runs.directory import RunDirectory, read_result
 from flatmin.lab.runs.json_files import read_json
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
-from flatmin.lab.sweeps import run_job as run_job_module
+from flatmin.lab.sweeps import jobs as jobs_module
 from flatmin.lab.sweeps.jobs import Job
 from flatmin.lab.sweeps.measurements import Cosine
 from flatmin.lab.training import run as run_module
@@ -329,9 +329,9 @@ def test_jobs_train_and_measure_with_deterministic_algorithms(deterministic, tmp
         monkeypatch.setattr(owner, name, recorded)
 
     record(run_module.Stepper, "step")
-    record(run_job_module, "measure_run")
+    record(jobs_module, "measure_run")
     job = Job(experiment=tiny(), measurements=(Cosine(num_examples=20),))
-    assert run_job_module.run_job(job, tmp_path, None, 60.0, deterministic).kind == "done"
+    assert jobs_module.run_job(job, tmp_path, None, 60.0, deterministic).kind == "done"
     assert set(seen) == {("step", deterministic), ("measure_run", deterministic)}
     assert not torch.are_deterministic_algorithms_enabled()
 

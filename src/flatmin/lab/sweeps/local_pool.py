@@ -19,8 +19,7 @@ from unittest import mock
 import torch
 
 from flatmin.lab.errors import RunError
-from flatmin.lab.sweeps.jobs import Job
-from flatmin.lab.sweeps.run_job import JobStatus, describe_death
+from flatmin.lab.sweeps.jobs import Job, JobStatus, describe_death
 
 MAX_FAILED_STARTS = 3
 PATIENCE_SECONDS = 5.0  # for a process that was told to end

@@ -20,9 +20,8 @@ import torch
 
 from flatmin.lab.data.roots import ENVIRONMENT_VARIABLE
 from flatmin.lab.errors import RunError
-from flatmin.lab.sweeps.jobs import Job
+from flatmin.lab.sweeps.jobs import Job, JobStatus, describe, status_of_error
 from flatmin.lab.sweeps.run_files import FileSender, RunStore, write_files
-from flatmin.lab.sweeps.run_job import JobStatus, describe, status_of_error
 
 ANSWER_SECONDS = 120.0  # a node's first process has to import torch
 

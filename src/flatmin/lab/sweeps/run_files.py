@@ -8,8 +8,7 @@ from pathlib import Path
 
 from flatmin.lab.runs.directory import RunDirectory
 from flatmin.lab.runs.json_files import TEMPORARY_SUFFIX, storing, write_atomic
-from flatmin.lab.sweeps.jobs import Job
-from flatmin.lab.sweeps.run_job import JobStatus, status_of_error
+from flatmin.lab.sweeps.jobs import Job, JobStatus, status_of_error
 from flatmin.lab.sweeps.scheduler import prerequisite
 
 SEND_SECONDS = 2.0

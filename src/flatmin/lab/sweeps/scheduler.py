@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 from flatmin.lab.errors import InterruptedRun
 from flatmin.lab.runs.checkpoint import latest_step
 from flatmin.lab.runs.directory import is_finished
-from flatmin.lab.sweeps.jobs import Job
+from flatmin.lab.sweeps.jobs import Job, JobStatus
 from flatmin.lab.sweeps.progress import SweepProgress, passes
-from flatmin.lab.sweeps.run_job import JobStatus
 from flatmin.lab.training.session import Interruption
 from flatmin.lab.training.trained_model import RUN_PREFIX
 

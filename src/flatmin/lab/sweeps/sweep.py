@@ -14,11 +14,10 @@ from rich.console import Console
 
 from flatmin.lab.errors import RunError, SpecError
 from flatmin.lab.runs.record import RunRecord, read_record
-from flatmin.lab.sweeps.jobs import Job
+from flatmin.lab.sweeps.jobs import Job, run_job
 from flatmin.lab.sweeps.local_pool import LocalPool, machine_shares
 from flatmin.lab.sweeps.progress import SweepProgress
 from flatmin.lab.sweeps.ray_pool import RayPool
-from flatmin.lab.sweeps.run_job import run_job
 from flatmin.lab.sweeps.scheduler import JobScheduler
 from flatmin.lab.training.engine import CHECKPOINT_SECONDS
 from flatmin.lab.training.session import deferred_signals
