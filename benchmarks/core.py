@@ -11,8 +11,7 @@ import pytorch_optimizer
 import torch
 from torch import nn
 
-from benchmarks.harness import interleaved, peak_bytes, ratio, table
-from benchmarks.resnet import resnet20
+from benchmarks.harness import interleaved, peak_bytes, ratio, resnet20, table
 from flatmin import SAM
 
 

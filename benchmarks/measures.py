@@ -18,8 +18,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import nn
 from torch.func import functional_call
 
-from benchmarks.harness import table
-from benchmarks.resnet import resnet20
+from benchmarks.harness import resnet20, table
 from flatmin.measures import GGNOperator, HessianOperator, m_sharpness, top_eigenvalues
 
 LOSS = nn.CrossEntropyLoss()

@@ -3,12 +3,11 @@
 import math
 import re
 
-from recompute.comparisons import AGAINST, CLAIM, NO_PAIR, OVER_PAIRS, P_VALUE, PARTIAL, UNTESTABLE
+from recompute.comparisons import AGAINST, CLAIM, NO_PAIR, OVER_PAIRS, P_VALUE, PARTIAL, UNTESTABLE, why_untestable
 from recompute.figures import reductions
 from recompute.page import interval
 from recompute.rule import check_rule_verdict
 from recompute.runs import SIGNIFICANT, factor, facts, optim, sign_test, without_sam
-from recompute.untestable import why_untestable
 from recompute.zoo import check_verdict
 
 GATE, NOISY_GATE = 2.0, 5.0
