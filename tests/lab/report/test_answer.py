@@ -36,9 +36,9 @@ def test_an_effect_is_told_with_its_interval_its_certainty_and_its_cost():
     noise = findings("label-noise", verdict("reproduced", -13.04), small)
     told = answer([noise, findings("other")], RECORDS)
     assert told["sentences"] == [
-        "label-noise, 40 %: SAM lowers the test error by 13.0 ± 0.7 points vs. SGD (n = 5, p < 0.001), "
+        "Table 4, 40 %: SAM lowers the test error by 13.0 ± 0.7 points vs. SGD (n = 5, p < 0.001), "
         "at 2 passes per step.",
-        "label-noise, 20 %: SAM on 1/8 raises the test error by 1.6 ± 0.7 points vs. SGD (n = 5, p < 0.001), "
+        "Table 4, 20 %: SAM on 1/8 raises the test error by 1.6 ± 0.7 points vs. SGD (n = 5, p < 0.001), "
         "at 1.125 passes per step.",
     ]
     assert told["headline"].startswith("SAM has a significantly lower test error than its baseline in 1 of the 2 ")

@@ -12,7 +12,7 @@ import pytest
 
 from flatmin.lab.errors import RunError, StorageError
 from flatmin.lab.report import describe_runs, write_report
-from flatmin.lab.report.content import relative_effect, run_anchors
+from flatmin.lab.report.content import _forest_groups, relative_effect, run_anchors
 from flatmin.lab.report.figures import INK, ForestFigure, draw, svg
 from flatmin.lab.report.tables import NOTHING, caption, interval_text
 from flatmin.lab.runs.directory import read_result
@@ -427,7 +427,7 @@ def test_forest_plot_shows_relative_effects_with_their_intervals():
     assert effect == Interval(-10.0, 5.0)
     assert [relative_effect(dataclasses.replace(comparison, baseline=b)) for b in (0.0, math.nan)] == [None, None]
     rows = [("lower", "reproduced", effect), ("one pair", "not tested", Interval(4.0, math.nan))]
-    axes = draw(ForestFigure("t", rows)).axes[0]
+    axes = draw(ForestFigure("t", [("", rows)])).axes[0]
     spans = [bars.get_segments()[0][:, 0].tolist() for _, _, (bars,) in axes.containers[:2]]
     assert spans == [[-15.0, -5.0], [4.0, 4.0]]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["lower", "one pair"]
@@ -437,9 +437,36 @@ def test_forest_plot_shows_relative_effects_with_their_intervals():
     assert high > 4
 
 
+def test_forest_plot_has_each_item_and_each_shared_condition_once():
+    def verdict(claim, quantity="test error"):
+        comparison = dataclasses.replace(compared(-2.0, 1.0, baseline=20.0), name="SAM - SGD", quantity=quantity)
+        return Verdict(claim=claim, status="reproduced", evidence="", comparisons=[comparison])
+
+    table = [verdict("basic: SAM is better."), verdict("basic: SAM is surer.", "test loss"), verdict("none: SAM wins.")]
+    other = [verdict("No colon.", "validation error")]
+    found = [simple(item="table1", source="Figure 1 (middle, right), Section 1", verdicts=table)]
+    found += [simple(item="other", source="", verdicts=other)]
+    rows = [(one, verdict) for one in found for verdict in one.verdicts]
+    groups = [(heading, [label for label, *_ in group]) for heading, group in _forest_groups(rows, several_items=True)]
+    assert groups == [
+        ("Figure 1 (middle, right) · table1: basic", ["1. SAM vs. SGD", "2. SAM vs. SGD (test loss)"]),
+        ("Figure 1 (middle, right) · table1: none", ["3. SAM vs. SGD"]),
+        ("other", ["4. SAM vs. SGD (validation error)"]),
+    ]
+    assert [heading for heading, _ in _forest_groups(rows[:2], several_items=False)] == ["basic"]
+    (alone,) = _forest_groups(rows[1:3], several_items=False)
+    assert (alone[0], [label for label, *_ in alone[1]]) == (
+        "",
+        ["1. basic: SAM vs. SGD (test loss)", "2. none: SAM vs. SGD"],
+    )
+    drawn = draw(ForestFigure("t", _forest_groups(rows, several_items=True))).axes[0]
+    weights = {label.get_text(): label.get_fontweight() for label in drawn.get_yticklabels()}
+    assert [text for text, weight in weights.items() if weight == "bold"] == [heading for heading, _ in groups]
+
+
 def test_an_effect_off_the_axis_is_an_arrow_with_its_number():
     rows = [("near", "reproduced", Interval(-5.0, 1.0)), ("far", "not reproduced", Interval(191.0, 60.0))]
-    (axes,) = draw(ForestFigure("effects", rows)).axes
+    (axes,) = draw(ForestFigure("effects", [("", rows)])).axes
     assert [text.get_text() for text in axes.texts] == ["+191 %"]
     assert axes.get_xlim()[1] == 100
 

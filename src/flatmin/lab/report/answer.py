@@ -66,7 +66,7 @@ def _sentence(one: Findings, verdict: Verdict, records: dict[str, RunRecord], se
         return f"{verdict.claim.removesuffix('.')} {sure}."
     method, baseline = compared.name.split(" - ", 1)
     condition = verdict.claim.partition(f"{method}{LOWER}")[0].rstrip(":, ")
-    where = f"{one.item}, {condition}" if several_items else condition
+    where = f"{one.place}, {condition}" if several_items else condition
     difference = Interval(abs(compared.difference.mean), compared.difference.half_width)
     does = "lowers" if compared.difference.mean < 0 else "raises"
     said = f"{where}: {method} {does} the test error by {interval_text(difference)} points vs. {baseline} {sure}"

@@ -124,7 +124,6 @@ def run_anchors(names: Iterable[str]) -> dict[str, str]:
 def _overview(findings: Sequence[Findings], anchors: Sequence[str], records: dict[str, RunRecord]) -> dict[str, Any]:
     """Return all claims at once, as rows of a table and as a forest plot; the numbers of the rows are on both."""
     rows: list[dict[str, Any]] = []
-    forest = []
     claims = [(one, anchor, verdict) for one, anchor in zip(findings, anchors, strict=True) for verdict in one.verdicts]
     for number, (one, anchor, verdict) in enumerate(claims, 1):
         rows.append(
@@ -138,32 +137,56 @@ def _overview(findings: Sequence[Findings], anchors: Sequence[str], records: dic
                 "cost": time_text(cost) if (cost := _cost(one, verdict, records)) else NOTHING,
             }
         )
-        for comparison in verdict.comparisons:
-            if (effect := relative_effect(comparison)) is not None:
-                first = len(findings) > 1 and not any(row["item"] == one.item for row in rows[:-1])
-                heading = f"{one.item}\n" if first and comparison is verdict.comparisons[0] else ""
-                forest.append((f"{heading}{number}. {short_claim(verdict, comparison)}", verdict.status, effect))
     title = "Effect of each claim, with its 95 % interval"
-    picture = _pictures(ForestFigure(title, forest), "figures/overview.svg") if forest else None
+    groups = _forest_groups([(one, verdict) for one, _, verdict in claims], len(findings) > 1)
+    picture = _pictures(ForestFigure(title, groups), "figures/overview.svg") if groups else None
     all_drawn = all(row["effects"] and all(effect["relative"] for effect in row["effects"]) for row in rows)
     return {"rows": rows, "title": title, "picture": picture, "all_drawn": all_drawn}
 
 
-def short_claim(verdict: Verdict, comparison: Comparison) -> str:
-    """Return what a plot calls a comparison: the condition, both methods, and what is compared unless it is the error.
+def _forest_groups(claims: Sequence[tuple[Findings, Verdict]], several_items: bool) -> list[tuple[str, list[Any]]]:
+    """Return the rows of the forest plot under their item, and under conditions if rows of the item share one."""
+    rows = [
+        (one, verdict, comparison, effect, f"{number}. ")
+        for number, (one, verdict) in enumerate(claims, 1)
+        for comparison in verdict.comparisons
+        if (effect := relative_effect(comparison)) is not None
+    ]
+    conditions = Counter((one.item, condition_of(verdict)) for one, verdict, *_ in rows)
+    shared = {item for (item, condition), count in conditions.items() if condition and count > 1}
+    groups: list[tuple[str, list[Any]]] = []
+    for one, verdict, comparison, effect, number in rows:
+        condition = condition_of(verdict)
+        in_heading = condition if one.item in shared else ""
+        item = one.item if one.place == one.item else f"{one.place} \N{MIDDLE DOT} {one.item}"
+        heading = ": ".join(filter(None, (item if several_items else "", in_heading)))
+        if not groups or groups[-1][0] != heading:
+            groups.append((heading, []))
+        where = f"{condition}: " if condition and not in_heading else ""
+        groups[-1][1].append((number + where + short_claim(comparison, condition), verdict.status, effect))
+    return groups
+
+
+def condition_of(verdict: Verdict) -> str:
+    """Return the condition that a claim begins with, or nothing."""
+    condition, colon, _ = verdict.claim.partition(": ")
+    return condition if colon and len(condition) < MOST_CHARACTERS else ""
+
+
+def short_claim(comparison: Comparison, condition: str = "") -> str:
+    """Return what a plot calls a comparison: both methods, and what is compared unless it is the test error.
 
     Example:
-        >>> difference, claim = Interval(-1.0, 0.5), "40 %: SAM has a lower test error than SGD."
-        >>> compared = Comparison(name="SAM - SGD", quantity="test error, %", difference=difference, p_value=0.01,
-        ...                       p_holm=0.01, num_pairs=5)
-        >>> short_claim(Verdict(claim=claim, status="reproduced", evidence=""), compared)
-        '40 %: SAM vs. SGD'
+        >>> compared = Comparison(name="SAM - SGD", quantity="validation error, 40 % noise, %", p_value=0.01,
+        ...                       difference=Interval(-1.0, 0.5), p_holm=0.01, num_pairs=5)
+        >>> short_claim(compared, condition="40 % noise")
+        'SAM vs. SGD (validation error)'
     """
-    condition, colon, _ = verdict.claim.partition(": ")
     quantity = comparison.quantity.removesuffix(", %").removeprefix(LOGARITHM)
-    where = f"{condition}: " if colon and len(condition) < MOST_CHARACTERS else ""
+    if condition and quantity.lower().endswith(condition.lower()):
+        quantity = quantity[: -len(condition)].rstrip(", ")
     what = "" if quantity == "test error" else f" ({quantity})"
-    return f"{where}{comparison.name.replace(' - ', ' vs. ')}{what}"
+    return f"{comparison.name.replace(' - ', ' vs. ')}{what}"
 
 
 def relative_effect(comparison: Comparison) -> Interval | None:

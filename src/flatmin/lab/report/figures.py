@@ -33,7 +33,7 @@ STATUS_LOOK: dict[VerdictStatus, tuple[str, str]] = {
     "not tested at this scale": ("#8a8f98", "^"),
     "not tested": ("#8a8f98", "X"),
 }
-NUM_LEVELS, MOST_TICKS, FOREST_LABEL, FOREST_LIMIT, NARROW_RANGE = 25, 10, 46, 100, 30.0
+NUM_LEVELS, MOST_TICKS, FOREST_LABEL, FOREST_LIMIT, NARROW_RANGE = 25, 10, 56, 100, 30.0
 STYLE = {
     **{"svg.hashsalt": "flatmin", "svg.fonttype": "none", "font.size": 9.5, "font.family": "sans-serif"},
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
@@ -46,7 +46,8 @@ class ForestFigure:
     """Effects of several claims with their intervals, one below the other, in % of the baseline."""
 
     title: str
-    rows: Sequence[tuple[str, VerdictStatus, Interval]]
+    groups: Sequence[tuple[str, Sequence[tuple[str, VerdictStatus, Interval]]]]
+    """Headings, each with its rows; an empty heading is left out."""
 
 
 def svg(figure: LineFigure | SurfaceFigure | ForestFigure) -> str:
@@ -167,38 +168,48 @@ def _height_range(figure: SurfaceFigure) -> tuple[float, float]:
 
 
 def _draw_forest(figure: ForestFigure) -> Figure:
-    labels = ["\n".join(_plain(line, FOREST_LABEL) for line in label.split("\n")) for label, _, _ in figure.rows]
-    lines = sum(label.count("\n") + 1 for label in labels)
-    drawn = Figure(figsize=(7.6, 0.9 + 0.19 * lines + 0.1 * len(labels)), layout="constrained")
+    rows = [row for _, group in figure.groups for row in group]
+    labels = {id(row): _plain(row[0], FOREST_LABEL) for row in rows}
+    texts = [*labels.values(), *(_plain(heading, FOREST_LABEL) for heading, _ in figure.groups if heading)]
+    lines = sum(text.count("\n") + 1 for text in texts)
+    drawn = Figure(figsize=(8.2, 0.9 + 0.19 * lines + 0.1 * len(texts)), layout="constrained")
     axes = drawn.add_subplot()
     at, ticks = 0.0, []
-    for label, (_, status, effect) in zip(labels, figure.rows, strict=True):
-        height = 0.19 * (label.count("\n") + 1) + 0.1
-        color, marker = STATUS_LOOK[status]
-        width = 0.0 if math.isnan(effect.half_width) else effect.half_width
-        middle = at + height / 2
-        if abs(effect.mean) > FOREST_LIMIT:  # off the axis: an arrow at its end, with the number
-            sign, arrow, side = (1, ">", "right") if effect.mean > 0 else (-1, "<", "left")
-            end, text = (sign * FOREST_LIMIT, middle), f"{effect.mean:+.0f} %"
-            axes.plot(*end, arrow, color=color, markersize=6, clip_on=False)
-            axes.annotate(text, end, (-8 * sign, 0), textcoords="offset points", ha=side, va="center")
-        else:
-            look: dict[str, Any] = {"color": color, "marker": marker, "markersize": 5, "capsize": 3, "linewidth": 1.8}
-            axes.errorbar(effect.mean, middle, xerr=width, **look)
-        ticks.append(middle)
-        at += height
-    ends = [effect.mean + sign * np.nan_to_num(effect.half_width) for _, _, effect in figure.rows for sign in (-1, 1)]
+    for heading, group in figure.groups:
+        if heading:
+            text = _plain(heading, FOREST_LABEL)
+            height = 0.19 * (text.count("\n") + 1) + 0.1
+            ticks.append((at + 0.06 + height / 2, text, "bold"))
+            at += height
+        for row in group:
+            _, status, effect = row
+            height = 0.19 * (labels[id(row)].count("\n") + 1) + 0.1
+            color, marker = STATUS_LOOK[status]
+            width = 0.0 if math.isnan(effect.half_width) else effect.half_width
+            middle = at + height / 2
+            if abs(effect.mean) > FOREST_LIMIT:  # off the axis: an arrow at its end, with the number
+                sign, arrow, side = (1, ">", "right") if effect.mean > 0 else (-1, "<", "left")
+                end, number = (sign * FOREST_LIMIT, middle), f"{effect.mean:+.0f} %"
+                axes.plot(*end, arrow, color=color, markersize=6, clip_on=False)
+                axes.annotate(number, end, (-8 * sign, 0), textcoords="offset points", ha=side, va="center")
+            else:
+                look: dict[str, Any] = {"color": color, "marker": marker, "markersize": 5, "capsize": 3}
+                axes.errorbar(effect.mean, middle, xerr=width, linewidth=1.8, **look)
+            ticks.append((middle, labels[id(row)], "normal"))
+            at += height
+    ends = [effect.mean + sign * np.nan_to_num(effect.half_width) for _, _, effect in rows for sign in (-1, 1)]
     reach = [min(FOREST_LIMIT, max(-FOREST_LIMIT, 1.08 * end)) for end in (*ends, -5.0, 5.0)]
     axes.axvline(0, color=INK, linewidth=1)
-    axes.set_yticks(ticks, labels)
+    axes.set_yticks([place for place, _, _ in ticks], [text for _, text, _ in ticks])
+    for label, (_, _, weight) in zip(axes.get_yticklabels(), ticks, strict=True):
+        label.set_fontweight(weight)
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
     axes.set(xlabel="difference, % of the baseline", ylim=(at, 0), xlim=(min(reach), max(reach)))
     axes.grid(visible=True, axis="x")
-    used = [status for status in STATUS_LOOK if any(status == row[1] for row in figure.rows)]
-    for status in used:
-        color, marker = STATUS_LOOK[status]
-        axes.plot([], [], color=color, marker=marker, linestyle="none", label=status)
+    for status, (color, marker) in STATUS_LOOK.items():
+        if any(status == row[1] for row in rows):
+            axes.plot([], [], color=color, marker=marker, linestyle="none", label=status)
     drawn.legend(loc="outside upper right", ncols=4, frameon=False)
     return drawn
 

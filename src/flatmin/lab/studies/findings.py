@@ -4,6 +4,7 @@ A study returns these; ``report`` turns them into a page. Nothing here knows abo
 """
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -179,6 +180,11 @@ class Findings:
     """All runs of the study, by the names of their directories, those that chose hyperparameters included."""
     num_missing: int = 0
     """Runs that the study needs and that are not there."""
+
+    @property
+    def place(self) -> str:
+        """Where it is in the paper without the section, for example "Table 1"; the item's name elsewhere."""
+        return re.split(r", (?:Section|Appendix)", self.source)[0] or self.item
 
 
 def own_settings(experiments: Sequence[Experiment], *more: tuple[str, object]) -> list[Hyperparameter]:
