@@ -21,13 +21,14 @@ OLDEST, NEWEST = ("2.6.0", "3.10"), ("2.15.0", "3.13")
 
 def interpreter(python):
     """Return the path of a Python: a path, a command, or a version such as 3.10."""
-    found = shutil.which(python) or shutil.which(f"python{python}")
+    # pyenv's own come first: on the PATH its commands may be shims of versions that are not switched on.
     pyenv = sorted((Path.home() / ".pyenv/versions").glob(f"{python}.*/bin/python"))
-    if not found and not pyenv:
+    found = pyenv[-1] if pyenv else shutil.which(python) or shutil.which(f"python{python}")
+    if not found:
         raise SystemExit(
             f"There is no Python {python} on the PATH or in ~/.pyenv/versions. Install it, or pass --python."
         )
-    return found or str(pyenv[-1])
+    return str(found)
 
 
 def run(torch, python):
