@@ -1,4 +1,4 @@
-"""Writes the tables and the plot of docs/reproduction.md, docs/cost.md and docs/index.md from results/.
+"""Writes the tables and plots of docs/reproduction.md, cost.md, choosing-rho.md and index.md from results/.
 
     python docs/make_evidence_tables.py
 
@@ -28,6 +28,7 @@ from flatmin.lab.foret2021.scales import CUTS
 from flatmin.lab.runs.record import Records
 from flatmin.lab.studies.conditions import TUNING_SEED
 from flatmin.lab.studies.cost import cost, num_models, training_flops
+from flatmin.lab.studies.methods import FACTORS
 from flatmin.lab.studies.statistics import mean_and_interval
 from flatmin.lab.studies.study import describe, planned_jobs
 from flatmin.lab.sweeps.jobs import Job
@@ -110,6 +111,34 @@ def arms(known):
     return "\n\n".join(blocks) or "No condition has all replicas of SGD and SAM yet."
 
 
+def choices(known):
+    """Return the validation error at each factor of the suggested radius, and how often the best is near 1."""
+    grids = {}
+    for record in (*known.values(), *Records(ROOT / "results" / "rho-rule-laptop").values()):
+        if record.state == "finished" and record.seed == TUNING_SEED:
+            name, factor = record.experiment.name.removesuffix(" (choosing)"), record.experiment.optim.rho_factor
+            grids.setdefault(name, {})[factor] = record.metrics
+    whole = {name: found for name, found in grids.items() if found.keys() >= set(FACTORS)}
+    factors = sorted({factor for found in whole.values() for factor in found})
+    rows, num_near = [], 0
+    for name, found in sorted(whole.items()):
+        best = min(found, key=lambda factor: found[factor]["valid_error"])
+        num_near += 0.5 <= best <= 2
+
+        def text(factor, found=found, best=best):
+            if factor not in found:
+                return ""
+            error, left = (100 * found[factor][key] for key in ("valid_error", "train_error"))
+            return f"**{error:.1f}** ({left:.0f})" if factor == best else f"{error:.1f} ({left:.0f})"
+
+        item, *condition, method = re.split(r"(?<! 1)/", name)  # not within "SAM on 1/8"
+        suggestion = found[best]["rho"] / best
+        rows.append((f"`{item}`", ", ".join(condition), method, f"{suggestion:.3f}", *map(text, factors)))
+    header = ("item", "condition", "method", "suggestion", *(f"{factor:g}x" for factor in factors))
+    near = f"The best factor is 0.5 to 2 in {num_near} of {len(rows)} rows."
+    return f"{grid(header, rows)}\n\n{near}"
+
+
 def earlier_arms(known):
     """Return passes and errors of the earlier runs."""
     blocks = []
@@ -172,6 +201,7 @@ BLOCKS = {
     ("reproduction.md", "costs"): ("foret2021-laptop", costs),
     ("cost.md", "arms"): ("cheap-sam-laptop", arms),
     ("cost.md", "earlier"): (EARLIER, earlier_arms),
+    ("choosing-rho.md", "choices"): ("foret2021-laptop", choices),
     ("index.md", "demo"): ("demo", demo),
 }
 """By file and the name between the markers: the study, and what makes the table of its runs."""
