@@ -51,6 +51,12 @@ KEPT = 0.9
 """The share of SAM's gain that a cheap method has to keep."""
 
 
+def _reader(metric, method):
+    """Return how to read a metric of a method's runs: at the end, or at the best epoch where training stops early."""
+    read = (lambda run: run["metrics"]["test_loss"]) if metric == "test loss" else percent(METRICS[metric])
+    return read if "stopped early" not in method else lambda run: read({"metrics": best_epoch(run)})
+
+
 class Item:
     """One item of a page with its numbers."""
 
@@ -278,10 +284,8 @@ class Item:
         if match := OVER_PAIRS.search(evidence):
             condition, a, metric, b, ours = CLAIM.fullmatch(claim).groups()
             one, two = self.entry(condition, a), self.entry(condition, b)
-            read = (lambda r: r["metrics"]["test_loss"]) if metric == "test loss" else percent(METRICS[metric])
-            yield Comparison(
-                (a, b), one.values(read), two.values(read), [*one.runs, *two.runs], condition, metric, ours=bool(ours)
-            )
+            low, high = (e.values(_reader(metric, name)) for e, name in ((one, a), (two, b)))
+            yield Comparison((a, b), low, high, [*one.runs, *two.runs], condition, metric, ours=bool(ours))
         elif match := re.fullmatch(r"With (.+?), (.+) has a lower test error than (.+)\.", claim):
             labels = "40%" if "40 %" in match[1] else "0%"
             one, two = (

@@ -21,7 +21,10 @@ def tree_map(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
         return function(tree)
     if isinstance(tree, Mapping):
         # A dict of its own class, such as a ModelOutput, has its entries as attributes too.
-        mapped = copy.copy(tree) if isinstance(tree, dict) else {}
+        try:
+            mapped = copy.copy(tree) if isinstance(tree, dict) else {}
+        except KeyError:  # Python 3.10 looks for __getstate__ among the entries of such a class
+            mapped = type(tree)(tree)
         for key, value in tree.items():
             mapped[key] = tree_map(function, value)
         return mapped
