@@ -3,7 +3,7 @@
 import itertools
 import re
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import numpy as np
 from recompute.page import interval
@@ -31,7 +31,7 @@ class Prediction:
     tau: dict
     null: tuple[float, float]
 
-    @property
+    @cached_property
     def p(self):
         """The p-value that the smallest m and m = n predict equally well."""
         ranks = [stats.rankdata(self.values[m]) for m in (smallest(self), None)]
