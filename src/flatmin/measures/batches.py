@@ -21,10 +21,7 @@ def tree_map(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
         return function(tree)
     if isinstance(tree, Mapping):
         # A dict of its own class, such as a ModelOutput, has its entries as attributes too.
-        try:
-            mapped = copy.copy(tree) if isinstance(tree, dict) else {}
-        except KeyError:  # Python 3.10 looks for __getstate__ among the entries of such a class
-            mapped = type(tree)(tree)
+        mapped = _copy(tree) if isinstance(tree, dict) else {}
         for key, value in tree.items():
             mapped[key] = tree_map(function, value)
         return mapped
@@ -32,6 +29,13 @@ def tree_map(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
         parts = [tree_map(function, value) for value in tree]
         return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
     return tree
+
+
+def _copy(tree: dict[Any, Any]) -> dict[Any, Any]:
+    try:
+        return copy.copy(tree)
+    except KeyError:  # Python 3.10 looks for __getstate__ among the entries, if they are attributes too
+        return type(tree)(tree)
 
 
 def leaves(tree: Any) -> list[Tensor]:
