@@ -168,35 +168,35 @@ def _height_range(figure: SurfaceFigure) -> tuple[float, float]:
 
 
 def _draw_forest(figure: ForestFigure) -> Figure:
-    rows = [row for _, group in figure.groups for row in group]
-    labels = {id(row): _plain(row[0], FOREST_LABEL) for row in rows}
-    texts = [*labels.values(), *(_plain(heading, FOREST_LABEL) for heading, _ in figure.groups if heading)]
-    lines = sum(text.count("\n") + 1 for text in texts)
-    drawn = Figure(figsize=(8.2, 0.9 + 0.19 * lines + 0.1 * len(texts)), layout="constrained")
+    # Texts beside the axis, each with its effect; a heading has none.
+    entries: list[tuple[str, tuple[str, VerdictStatus, Interval] | None]] = []
+    for heading, group in figure.groups:
+        entries += [(_plain(heading, FOREST_LABEL), None)] * bool(heading)
+        entries += [(_plain(row[0], FOREST_LABEL), row) for row in group]
+    rows = [row for _, row in entries if row is not None]
+    lines = sum(text.count("\n") + 1 for text, _ in entries)
+    drawn = Figure(figsize=(8.2, 0.9 + 0.19 * lines + 0.1 * len(entries)), layout="constrained")
     axes = drawn.add_subplot()
     at, ticks = 0.0, []
-    for heading, group in figure.groups:
-        if heading:
-            text = _plain(heading, FOREST_LABEL)
-            height = 0.19 * (text.count("\n") + 1) + 0.1
-            ticks.append((at + 0.06 + height / 2, text, "bold"))
-            at += height
-        for row in group:
-            _, status, effect = row
-            height = 0.19 * (labels[id(row)].count("\n") + 1) + 0.1
-            color, marker = STATUS_LOOK[status]
-            width = 0.0 if math.isnan(effect.half_width) else effect.half_width
-            middle = at + height / 2
-            if abs(effect.mean) > FOREST_LIMIT:  # off the axis: an arrow at its end, with the number
-                sign, arrow, side = (1, ">", "right") if effect.mean > 0 else (-1, "<", "left")
-                end, number = (sign * FOREST_LIMIT, middle), f"{effect.mean:+.0f} %"
-                axes.plot(*end, arrow, color=color, markersize=6, clip_on=False)
-                axes.annotate(number, end, (-8 * sign, 0), textcoords="offset points", ha=side, va="center")
-            else:
-                look: dict[str, Any] = {"color": color, "marker": marker, "markersize": 5, "capsize": 3}
-                axes.errorbar(effect.mean, middle, xerr=width, linewidth=1.8, **look)
-            ticks.append((middle, labels[id(row)], "normal"))
-            at += height
+    for text, row in entries:
+        height = 0.19 * (text.count("\n") + 1) + 0.1
+        middle = at + height / 2
+        at += height
+        if row is None:
+            ticks.append((middle + 0.06, text, "bold"))
+            continue
+        ticks.append((middle, text, "normal"))
+        _, status, effect = row
+        color, marker = STATUS_LOOK[status]
+        width = 0.0 if math.isnan(effect.half_width) else effect.half_width
+        if abs(effect.mean) > FOREST_LIMIT:  # off the axis: an arrow at its end, with the number
+            sign, arrow, side = (1, ">", "right") if effect.mean > 0 else (-1, "<", "left")
+            end, number = (sign * FOREST_LIMIT, middle), f"{effect.mean:+.0f} %"
+            axes.plot(*end, arrow, color=color, markersize=6, clip_on=False)
+            axes.annotate(number, end, (-8 * sign, 0), textcoords="offset points", ha=side, va="center")
+        else:
+            look: dict[str, Any] = {"color": color, "marker": marker, "markersize": 5, "capsize": 3, "linewidth": 1.8}
+            axes.errorbar(effect.mean, middle, xerr=width, **look)
     ends = [effect.mean + sign * np.nan_to_num(effect.half_width) for _, _, effect in rows for sign in (-1, 1)]
     reach = [min(FOREST_LIMIT, max(-FOREST_LIMIT, 1.08 * end)) for end in (*ends, -5.0, 5.0)]
     axes.axvline(0, color=INK, linewidth=1)
