@@ -31,7 +31,7 @@ def two_processes():
     processes.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def four_processes():
     """Four of them, for meshes of 2 x 2."""
     processes = WorkerProcesses(4)

@@ -70,7 +70,8 @@ class WorkerProcesses:
         self._world, self._pipes, self._processes = world, [], []
 
     def _start(self):
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["torch.distributed.fsdp", "flatmin"])
         self._folder = tempfile.TemporaryDirectory()
         for rank in range(self._world):
             ours, theirs = context.Pipe()
@@ -100,9 +101,10 @@ class WorkerProcesses:
         return results
 
     def close(self):
-        for pipe, process in zip(self._pipes, self._processes, strict=True):
+        for pipe in self._pipes:  # all of them first: each waits for the others when it leaves the group
             with contextlib.suppress(OSError):
                 pipe.send(None)
+        for process in self._processes:
             process.join(timeout=5)
             if process.is_alive():
                 process.kill()

@@ -10,7 +10,7 @@ import numpy as np
 from flatmin.measures import plots
 
 Set = tuple[int, ...]
-MEASURES_AT_ONCE = 64
+MEASURES_AT_ONCE = 128
 """Rows that are compared at once: memory."""
 
 
@@ -128,12 +128,14 @@ def _informations(measures: np.ndarray, g: np.ndarray, cells: Sequence[np.ndarra
     for cell in cells:
         group = 2 * cell.ravel() + larger_gap  # a cell, and whether the gap is larger
         shape = 2 * (int(cell.max()) + 1), len(group)
-        counters.append(csr_array((np.ones(len(group)), (group, np.arange(len(group)))), shape=shape))
+        counts = np.ones(len(group), dtype=np.float32)  # which holds any number of pairs below 2^24 exactly
+        counters.append(csr_array((counts, (group, np.arange(len(group)))), shape=shape))
     for start in range(0, len(measures), MEASURES_AT_ONCE):
         some = measures[start : start + MEASURES_AT_ONCE]
-        larger = (some[:, :, None] > some[:, None, :]).reshape(len(some), -1).T.astype(float)
+        larger = (some[:, :, None] > some[:, None, :]).reshape(len(some), -1).T.astype(np.float32, order="C")
         for row, counter in zip(found, counters, strict=True):
-            ones = (counter @ larger).reshape(-1, 2, len(some))  # of each cell, by V_g: pairs of a larger measure
+            # Of each cell, by V_g: pairs of a larger measure.
+            ones = (counter @ larger).astype(float).reshape(-1, 2, len(some))
             total = np.asarray(counter.sum(axis=1)).reshape(-1, 2, 1)
             joint = np.stack([total - ones, ones], axis=2) / total.sum(axis=1)[:, None, None]  # cell, V_g, V_mu
             of_gap, of_measure = joint.sum(axis=2), joint.sum(axis=1)

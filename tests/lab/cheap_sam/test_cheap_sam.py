@@ -3,7 +3,6 @@
 import pytest
 from scipy import stats
 
-from flatmin.cli import main
 from flatmin.lab.cheap_sam.arms import LOOKS, conditions, cost_in_passes
 from flatmin.lab.cheap_sam.study import CHEAP_SAM, results_of, share_of_gain
 from flatmin.lab.errors import SpecError
@@ -186,17 +185,6 @@ def test_the_page_says_why_the_earlier_runs_are_not_evidence():
     found = describe(CHEAP_SAM, "laptop", Records())
     assert any("a script that is in no commit, 378 had uncommitted changes" in note for note in found.notes)
     assert found.tables == []
-
-
-def test_it_runs_from_the_command_to_the_page(tmp_path):
-    runs = tmp_path / "runs"
-    command = ["reproduce", "cheap-sam", "--scale", "smoke", "--runs", str(runs), "--threads", "1"]
-    assert main([*command, "--processes", "1"]) == 0
-    found = describe(CHEAP_SAM, "smoke", Records(runs))
-    assert (found.num_missing, {v.status for v in found.verdicts}) == (0, {"not tested"})
-    assert {row[0] for row in found.tables[1].rows} == set(LOOKS) - {
-        *("SGD, m = 16", "SGD, m = 16, twice the epochs", "SAM, m = 16")
-    }
 
 
 def test_there_is_no_papers_scale():

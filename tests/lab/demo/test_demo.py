@@ -19,21 +19,26 @@ from flatmin.lab.studies.contrasts import Contrast, Family
 from flatmin.lab.studies.findings import Cell, LineFigure, SurfaceFigure
 from flatmin.lab.studies.study import describe, run_study
 from flatmin.lab.sweeps.measurements import Landscape, Spectrum
+from flatmin.measures import plots
 from invented_runs import in_process
 
 
 def shrink(patch):
-    """Leave two seeds, an epoch and a small network."""
+    """Leave two seeds, an epoch, 100 images and a small network."""
     whole = study.demo_experiment
 
     def small(**settings):
-        return dataclasses.replace(whole(**settings), epochs=1, model=Model(name="cnn-4"))
+        experiment = whole(**settings)
+        data = dataclasses.replace(experiment.data, train_size=100)
+        return dataclasses.replace(experiment, data=data, epochs=1, model=Model(name="cnn-4"))
 
     patch.setattr(study, "demo_experiment", small)
     patch.setattr(study, "SEEDS", (0, 1))
     patch.setattr(study, "EPOCHS", 1)
     patch.setattr(study, "SPECTRUM", Spectrum(num_eigenvalues=1, steps=5))
     patch.setattr(study, "LANDSCAPE", Landscape(points=3))
+    for plot in ("sharpness", "spectral_density", "landscape"):  # of single runs, which the page does not show
+        patch.setattr(plots, plot, lambda *_: plots.new_figure())
 
 
 def test_the_settings_are_those_with_the_lowest_validation_error():

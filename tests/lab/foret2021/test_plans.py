@@ -11,10 +11,13 @@ import pytest
 import torch.nn.functional as F
 
 from flatmin.cli import main
+from flatmin.lab.cheap_sam.study import CHEAP_SAM
 from flatmin.lab.foret2021 import settings
+from flatmin.lab.foret2021.figures import hessian, prediction, zoo
 from flatmin.lab.foret2021.item_findings import SPREADS
 from flatmin.lab.foret2021.items import ITEMS
 from flatmin.lab.foret2021.scales import CUTS
+from flatmin.lab.rho_rule.study import RHO_RULE
 from flatmin.lab.runs.record import Records, RunRecord
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
 from flatmin.lab.studies.conditions import TUNING_SEED
@@ -184,14 +187,19 @@ def test_the_runs_of_the_evidence_are_still_in_the_plan():
 TABLES = ("table1", "imagenet", "fine-tuning", "label-noise", "svhn-fashion", "noise-and-rho", "rho-0.05")
 
 
-def test_all_items_run_from_the_command_to_the_page(tmp_path):
+def test_all_items_run_from_the_command_to_the_page(tmp_path, monkeypatch):
     """One test, because its runs would else be made again for every process of pytest that has a part of it."""
+    monkeypatch.setattr(prediction, "NUM_RESAMPLES", 99)
     runs, command = tmp_path / "runs", ["--scale", "smoke", "--runs", str(tmp_path / "runs")]
     trains = [*command, "--processes", "2", "--threads", "1"]
-    assert main(["reproduce", "label-noise", *trains, "--only", "label-noise/20 %/SGD"]) == 0
-    part = describe(ITEMS["label-noise"], "smoke", Records(runs))
+    some = ["label-noise/20 %/SGD", "cheap-sam/", "rho-rule/"]
+    assert main(["reproduce", "label-noise", "cheap-sam", "rho-rule", *trains, "--only", *some]) == 0
+    known = Records(runs)
+    part = describe(ITEMS["label-noise"], "smoke", known)
     measured = {row[0]: row[1].measured is not None for row in part.tables[0].rows}
     assert (measured["SGD"], measured["SAM"], part.num_missing > 0) == (True, False, True)
+    for study in (CHEAP_SAM, RHO_RULE):
+        _check_findings(describe(study, "smoke", known), study)
 
     assert main(["reproduce", "all", *trains]) == 0
     known = Records(runs)
@@ -202,6 +210,8 @@ def test_all_items_run_from_the_command_to_the_page(tmp_path):
             _check_means(findings, known)
         _check_that_lost_runs_are_tolerated(item, known)
     _check_cosines(runs, known)
+    _check_spectra(runs, known)
+    _check_zoo(known)
     page = (runs / "report-smoke" / "index.html").read_text()
     for item in ITEMS.values():
         assert item.source.replace("&", "&amp;") in page
@@ -279,3 +289,27 @@ def _check_cosines(runs, known):
         expected = sam_update_cosine(trained.network, F.cross_entropy, batch, rho=job.experiment.optim.rho)
         assert measured[measurement.name]["cosine"] == pytest.approx(expected, rel=1e-6)
     assert len({facts["cosine"] for facts in measured.values()}) == len(job.measurements) == 2
+
+
+def _check_spectra(runs, known):
+    """At the first epoch with a loss below a limit, and at the end, of weights that are kept."""
+    for name, job in planned_jobs(ITEMS["hessian"], "smoke", known).items():
+        measured = known[name].measured
+        at_loss = measured[hessian.AT_LOSS["smoke"].name]
+        assert [at["epoch"] for at in at_loss["at_loss"].values()] == [1, 1]
+        assert len(at_loss["losses"]) == 1
+        assert (runs / name / "weights").exists()
+        assert math.isfinite(measured[hessian.AT_END["smoke"].name]["lambda_max"])
+        assert (known[name].metrics.get("rho") is not None) == job.experiment.optim.uses_sam
+
+
+def _check_zoo(known):
+    """Models count that stop at the loss that they are to stop at, with the learning rate decayed."""
+    found = describe(ITEMS["predictive"], "smoke", known)
+    assert any("8 settings of 8 count" in note for note in found.notes)
+    assert [row[0] for row in found.tables[0].rows] == ["4", "n", "training loss"]
+    jobs = planned_jobs(ITEMS["predictive"], "smoke", known)
+    assert len(jobs) == 16
+    for name in jobs:
+        assert zoo.counts(known[name], zoo.ZOOS["smoke"], 1.0)
+        assert {"fit_loss", "fit_error"} <= known[name].metrics.keys()

@@ -11,12 +11,12 @@ from scipy.stats import kendalltau, rankdata
 from flatmin.lab.foret2021.figures import prediction
 from flatmin.lab.foret2021.figures.prediction import better_predictor
 from flatmin.lab.foret2021.figures.predictive import PGDL, PREDICTIVE
-from flatmin.lab.foret2021.figures.zoo import SEEDS, ZOOS, counts, laptop_settings, members, zoo_experiment
+from flatmin.lab.foret2021.figures.zoo import SEEDS, laptop_settings, members, zoo_experiment
 from flatmin.lab.runs.record import Records
 from flatmin.lab.studies.registered_plan import plan_of
-from flatmin.lab.studies.study import describe, planned_jobs, run_study
+from flatmin.lab.studies.study import describe, planned_jobs
 from flatmin.measures import predictive_power
-from invented_runs import in_process, invented_findings, invented_runs, only
+from invented_runs import invented_findings, invented_runs, only
 
 NUMBERS = {zoo_experiment("laptop", s).run_hash(): n for n, s in enumerate(laptop_settings())}
 ORDER = np.random.default_rng(1).permutation(96)
@@ -206,18 +206,6 @@ def test_the_adjusted_tau_is_kendalls_of_what_two_lines_leave():
     loss, own, gaps = (rankdata(x) for x in zip(*((m.loss, m.sharpness[1], m.gap) for m in counted), strict=True))
     left = [y - np.polyval(np.polyfit(loss, y, 1), loss) for y in (own, gaps)]
     assert found.predictors[1].tau == pytest.approx(kendalltau(*left).statistic, abs=1e-9)
-
-
-def test_the_smoke_scale_trains_measures_and_counts(tmp_path):
-    known = Records(tmp_path)
-    assert run_study(PREDICTIVE, "smoke", known, in_process(tmp_path)) == 16
-    found = describe(PREDICTIVE, "smoke", known)
-    assert any("8 settings of 8 count" in note for note in found.notes)
-    assert {v.status for v in found.verdicts} == {"not tested"}
-    assert [row[0] for row in found.tables[0].rows] == ["4", "n", "training loss"]
-    record = next(iter(known.values()))
-    assert counts(record, ZOOS["smoke"], 1.0)
-    assert {"fit_loss", "fit_error"} <= record.metrics.keys()
 
 
 def test_the_papers_scale_says_that_it_needs_the_competitions_models():

@@ -29,7 +29,7 @@ CUT = (
     "CIFAR-10 at 32 x 32 pixels",
     "ten replicas with clean labels: five, as in Table 5",
 )
-RULES = (
+_RULES = (
     *protocol.RULES[:2],
     f"An arm that costs less than SAM keeps its gain if its test error is below e0 - {KEPT:g} (e0 - e), with e0 SGD's "
     "error and e SAM's (one-sided paired t-test, 5 %, Holm's correction over all arms of all conditions). It does not "
@@ -39,10 +39,19 @@ RULES = (
     "SGD that stops early costs the epochs up to the one that counts; it has to train on to know that it was the best.",
     f"Beyond the runs of Tables 1, 4 and 5 and of rho-rule: “{HALF}” and “{ASCENT}” with noisy labels, which were on "
     "the front of the earlier runs, and SAM on 1/8 in the perceptron. That is all that 6 million image passes allow.",
-    f"Power, computed before the runs: {NUM_REPLICAS} pairs show a difference of "
-    f"{detectable_effect(SPREAD, NUM_REPLICAS):.2g} points with a probability of 80 % (paired t-test, two-sided, 5 %, "
-    f"before Holm's correction) if the excess has a standard deviation of {SPREAD:g}, as SAM on 1/8 had in the earlier "
-    "runs.",
-    "Known when the plan was registered: the earlier runs, Table 5's, the perceptron's without a part, and of Table 1 "
-    "the runs without SAM and those that choose rho.",
 )
+_KNOWN = (
+    "Known when the plan was registered: the earlier runs, Table 5's, the perceptron's without a part, and of Table 1 "
+    "the runs without SAM and those that choose rho."
+)
+
+
+def rules() -> tuple[str, ...]:
+    """Return what was decided before the runs."""
+    effect = detectable_effect(SPREAD, NUM_REPLICAS)
+    power = (
+        f"Power, computed before the runs: {NUM_REPLICAS} pairs show a difference of {effect:.2g} points with a "
+        "probability of 80 % (paired t-test, two-sided, 5 %, before Holm's correction) if the excess has a standard "
+        f"deviation of {SPREAD:g}, as SAM on 1/8 had in the earlier runs."
+    )
+    return (*_RULES, power, _KNOWN)

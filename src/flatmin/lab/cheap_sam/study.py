@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flatmin.lab.cheap_sam.arms import BASE, LOOKS, SAM, conditions, cost_in_passes
-from flatmin.lab.cheap_sam.rules import ABOUT, CUT, EARLIER, KEPT, RULES
+from flatmin.lab.cheap_sam.rules import ABOUT, CUT, EARLIER, KEPT, rules
 from flatmin.lab.foret2021 import protocol
 from flatmin.lab.studies.condition_tables import gated, setting_of
 from flatmin.lab.studies.conditions import (
@@ -65,7 +65,7 @@ def cheap_sam(scale: Scale, all_entries: Sequence[MethodResult]) -> Findings:
         verdicts=[_verdict(entry, contrast, family, entries) for entry, contrast, entries in tested],
         hyperparameters=own_settings([e.chosen for e in all_entries if e.chosen is not None]),
         planned=[_claim(entry, entries) for entry, _, entries in tested],
-        rules=RULES if scale == "laptop" else (),
+        rules=rules() if scale == "laptop" else (),
         notes=[EARLIER] if scale == "laptop" else [],
         cut=CUT if scale == "laptop" else (),
     )

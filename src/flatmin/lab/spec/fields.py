@@ -1,6 +1,7 @@
 """Fields of frozen dataclasses: checked types, errors that name them, and JSON."""
 
 import dataclasses
+import functools
 import math
 import types
 from collections.abc import Callable, Iterable
@@ -10,11 +11,16 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from flatmin.lab.errors import SpecError
 
 
+@functools.cache  # a study makes thousands of specs
+def _hints(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
 def build(kind: Any, tree: object, path: str) -> Any:
     """Return a dataclass built from JSON's objects, inner dataclasses included; a SpecError names a bad field."""
     if not isinstance(tree, dict):
         raise SpecError(f"{path or 'The spec'} must be a JSON object, got {tree!r}.")
-    hints: dict[str, Any] = get_type_hints(kind)
+    hints = _hints(kind)
     values: dict[str, Any] = {}
     for name, value in tree.items():
         if name not in hints:
@@ -64,7 +70,8 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 
 def conform(spec: Any) -> None:
     """Check the type of every field; 1 becomes 1.0 where a float is meant: both are one run."""
-    for name, hint in get_type_hints(type(spec)).items():
+    kind: Any = type(spec)
+    for name, hint in _hints(kind).items():
         value = getattr(spec, name)
         if hint is float or (float in get_args(hint)):
             if isinstance(value, int) and not isinstance(value, bool):

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats
-from scipy.optimize import brentq
+import scipy  # its modules are imported when they are used: that of statistics takes a second
 
 SIGNIFICANT = 0.05
 """The level of all tests, after Holm's correction where there are several."""
@@ -36,7 +35,7 @@ def mean_and_interval(values: Sequence[float], confidence: float = 0.95) -> Inte
     n = len(values)
     if n < 2:
         return Interval(float(values[0]), math.nan)
-    quantile = float(stats.t.ppf((1 + confidence) / 2, n - 1))
+    quantile = float(scipy.stats.t.ppf((1 + confidence) / 2, n - 1))
     return Interval(float(np.mean(values)), quantile * float(np.std(values, ddof=1)) / math.sqrt(n))
 
 
@@ -50,7 +49,7 @@ def paired_p_value(first: Sequence[float], second: Sequence[float]) -> float:
     rounding = ROUNDING * max(np.abs(first).max(), np.abs(second).max())
     if np.ptp(differences) <= rounding:  # no spread but that of float32 means: the test is not defined
         return 1.0 if abs(differences[0]) <= rounding else math.nan
-    return float(stats.ttest_rel(first, second).pvalue)
+    return float(scipy.stats.ttest_rel(first, second).pvalue)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -88,12 +87,12 @@ def detectable_effect(spread: float, num_pairs: int, power: float = 0.8) -> floa
         (1.68, 1.0)
     """
     df = num_pairs - 1
-    critical = float(stats.t.isf(SIGNIFICANT / 2, df))
+    critical = float(scipy.stats.t.isf(SIGNIFICANT / 2, df))
 
     def surplus(nc: float) -> float:
-        return float(stats.nct.sf(critical, df, nc)) - power  # the other tail has less than a millionth
+        return float(scipy.stats.nct.sf(critical, df, nc)) - power  # the other tail has less than a millionth
 
-    return float(brentq(surplus, 0.0, 2 * critical + 2)) * spread / math.sqrt(num_pairs)
+    return float(scipy.optimize.brentq(surplus, 0.0, 2 * critical + 2)) * spread / math.sqrt(num_pairs)
 
 
 def rank_residuals(values: Sequence[float], given: Sequence[float]) -> list[float]:
@@ -106,7 +105,7 @@ def rank_residuals(values: Sequence[float], given: Sequence[float]) -> list[floa
         >>> rank_residuals([1.0, 5.0, 3.0], [0.1, 0.3, 0.2]), rank_residuals([1.0, 3.0, 2.0], [5.0, 5.0, 5.0])
         ([0.0, 0.0, 0.0], [-1.0, 1.0, 0.0])
     """
-    ranks, others = (stats.rankdata(x) - (len(x) + 1) / 2 for x in (values, given))
+    ranks, others = (scipy.stats.rankdata(x) - (len(x) + 1) / 2 for x in (values, given))
     spread = float(others @ others)
     slope = float(ranks @ others) / spread if spread else 0.0
     # What is equal up to rounding is a tie: the score counts pairs.

@@ -4,6 +4,7 @@ Its fields are what sweeps ask for, the flags of ``flatmin measure``, and the na
 sweeps and the command share.
 """
 
+import functools
 import hashlib
 import json
 import math
@@ -69,7 +70,7 @@ class Measurement:
             if value is not None and not holds(value):
                 raise SpecError(f"--{name.replace('_', '-')} must be {allowed}; got {value}.")
 
-    @property
+    @functools.cached_property
     def name(self) -> str:
         """The name of its file, without the suffix: what it is, in brief, and a hash of the settings."""
         key = json.dumps([self.kind, asdict(self)], sort_keys=True)

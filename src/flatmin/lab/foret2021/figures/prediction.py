@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.stats import rankdata
+import scipy
 
 from flatmin.lab.foret2021.figures.zoo import Member
 from flatmin.lab.studies.statistics import rank_residuals
@@ -85,7 +85,7 @@ def better_predictor(
     If they do, it does not matter which of the two ranks of a model belongs to which measure: they are swapped at
     random, model by model, and the difference of the scores is compared with the differences after swapping.
     """
-    ranks = np.stack([rankdata(first), rankdata(second)])
+    ranks = np.stack([scipy.stats.rankdata(first), scipy.stats.rankdata(second)])
     swaps = np.random.default_rng(0).random((NUM_RESAMPLES, len(gaps))) < 0.5
     ones, twos = (np.where(swaps, ranks[i], ranks[1 - i]) for i in (1, 0))
     observed, *swapped = np.abs(

@@ -8,7 +8,7 @@ Conditions that fail their gate are not counted. All verdicts are in docs/reprod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from scipy.stats import binomtest
+import scipy
 
 from flatmin.lab.foret2021.claims.figures import FIGURES, error_reductions
 from flatmin.lab.foret2021.item_findings import findings
@@ -117,7 +117,7 @@ def _verdict(
     counts = {method: sum(value > 0 for value, _ in points) for method, points in measured.items()}
     said = [
         f"{method}: lower in {counts[method]} of {len(points)} conditions (sign test, "
-        f"{p_text(float(binomtest(counts[method], len(points)).pvalue))})"
+        f"{p_text(float(scipy.stats.binomtest(counts[method], len(points)).pvalue))})"
         for method, points in measured.items()
     ]
     few = any(2 * counts[method] <= len(points) for method, points in measured.items())
