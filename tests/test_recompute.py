@@ -19,7 +19,7 @@ from flatmin.lab.cheap_sam.study import CHEAP_SAM
 from flatmin.lab.commands.collect import Collect
 from flatmin.lab.foret2021.figures import prediction
 from flatmin.lab.foret2021.items import ITEMS
-from flatmin.lab.rho_rule.study import RHO_RULE
+from flatmin.lab.rho_rule import RHO_RULE
 from flatmin.lab.runs.record import Records, write_records
 from flatmin.lab.studies.registered_plan import plan_of, read_plan, register
 from flatmin.lab.studies.study import planned_jobs, run_study

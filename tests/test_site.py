@@ -174,7 +174,7 @@ def test_every_page_opens_in_a_browser(site, pages, tmp_path):
 
 def test_the_points_of_the_figure_are_eq_2_and_the_gradient_at_the_perturbed_weights():
     """For L = c (w_1 w_2 - 1)^2 / 2 the gradient is c (w_1 w_2 - 1) (w_2, w_1), c the mean square of the inputs."""
-    spec = importlib.util.spec_from_file_location("make_update_figure", ROOT / "docs" / "make_update_figure.py")
+    spec = importlib.util.spec_from_file_location("make_rho_figures", ROOT / "docs" / "make_rho_figures.py")
     figure = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(figure)
     scale = float(figure.INPUTS.square().mean())
@@ -188,4 +188,4 @@ def test_the_points_of_the_figure_are_eq_2_and_the_gradient_at_the_perturbed_wei
     np.testing.assert_allclose(at["sgd"], w - figure.LR * gradient(w), rtol=1e-12)
     np.testing.assert_allclose(at["sam"], w - figure.LR * gradient(perturbed), rtol=1e-12)
     assert at["sam"][0] < w[0] < at["sgd"][0]  # as the page says: only SAM turns toward (1, 1)
-    assert figure.draw(at).axes
+    assert figure.draw_update(at).axes

@@ -1,10 +1,14 @@
-"""Hooks of MkDocs: files of the repository that pages link to, and the pages of results, become part of the site."""
+"""Hooks of MkDocs: files of the repository that pages link to, and the pages of results, become part of the site.
+
+And docstrings, which are reStructuredText where they have formulas and references, become Markdown.
+"""
 
 import re
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import griffe
 from mkdocs.structure.files import File, Files
 from rich.console import Console
 
@@ -45,3 +49,34 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     if "/" in page.file.src_uri:
         return markdown
     return REPORT.sub(r"\1index.html", LINK.sub(r"](repository/\1", markdown))
+
+
+# Docstrings.
+
+
+def to_markdown(text: str) -> str:
+    r"""Return a docstring with its formulas, references and literal blocks in Markdown.
+
+    Example:
+        >>> to_markdown(r"Returns :math:`\rho` of :class:`flatmin.SAM`::")
+        'Returns $\\rho$ of [`SAM`][flatmin.SAM]:'
+    """
+    text = re.sub(r"^( *)\.\. math:: *(.+(?:\n\1 +\S.*)*)", _display, text, flags=re.MULTILINE)
+    text = re.sub(r":math:`([^`]+)`", lambda match: "$" + " ".join(match[1].split()) + "$", text)
+    text = re.sub(r":(?:class|func):`([\w.]+)`", lambda match: f"[`{match[1].split('.')[-1]}`][{match[1]}]", text)
+    text = re.sub(r":meth:`([\w.]+)`", r"`\1`", text)
+    return re.sub(r"::$", ":", text, flags=re.MULTILINE)
+
+
+def _display(match: re.Match[str]) -> str:
+    indent, formula = match.groups()
+    return f"{indent}$$\n{indent}{' '.join(formula.split())}\n{indent}$$"
+
+
+class MarkdownDocstrings(griffe.Extension):
+    """Converts every docstring that mkdocstrings reads."""
+
+    def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
+        """Convert one."""
+        if obj.docstring is not None:
+            obj.docstring.value = to_markdown(obj.docstring.value)

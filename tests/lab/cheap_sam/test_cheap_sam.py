@@ -7,7 +7,7 @@ from flatmin.lab.cheap_sam.arms import LOOKS, conditions, cost_in_passes
 from flatmin.lab.cheap_sam.study import CHEAP_SAM, results_of, share_of_gain
 from flatmin.lab.errors import SpecError
 from flatmin.lab.foret2021.items import ITEMS
-from flatmin.lab.rho_rule.study import RHO_RULE
+from flatmin.lab.rho_rule import RHO_RULE
 from flatmin.lab.runs.record import Records
 from flatmin.lab.studies.conditions import TUNING_SEED
 from flatmin.lab.studies.cost import cost

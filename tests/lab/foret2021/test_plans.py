@@ -17,7 +17,7 @@ from flatmin.lab.foret2021.figures import hessian, prediction, zoo
 from flatmin.lab.foret2021.item_findings import SPREADS
 from flatmin.lab.foret2021.items import ITEMS
 from flatmin.lab.foret2021.scales import CUTS
-from flatmin.lab.rho_rule.study import RHO_RULE
+from flatmin.lab.rho_rule import RHO_RULE
 from flatmin.lab.runs.record import Records, RunRecord
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
 from flatmin.lab.studies.conditions import TUNING_SEED

@@ -9,7 +9,7 @@ from flatmin.lab.data.datasets import load_dataset
 from flatmin.lab.data.embedded import CHARACTERS, load_python_text
 from flatmin.lab.data.pipeline import Pipeline
 from flatmin.lab.models.build import build_model
-from flatmin.lab.rho_rule.study import DEFAULT, RHO_RULE, SUGGESTED, TUNED, conditions
+from flatmin.lab.rho_rule import DEFAULT, RHO_RULE, SUGGESTED, TUNED, conditions
 from flatmin.lab.spec.experiment import Data, Experiment, Model, SpecError
 from flatmin.lab.studies.conditions import TUNING_SEED
 from flatmin.lab.studies.registered_plan import plan_of

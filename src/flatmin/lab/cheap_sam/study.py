@@ -12,8 +12,18 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from flatmin.lab.cheap_sam.arms import BASE, LOOKS, SAM, conditions, cost_in_passes
-from flatmin.lab.cheap_sam.rules import ABOUT, CUT, EARLIER, KEPT, rules
+from flatmin.lab.cheap_sam.arms import (
+    ABOUT,
+    BASE,
+    CUT,
+    EARLIER,
+    KEPT,
+    LOOKS,
+    SAM,
+    conditions,
+    cost_in_passes,
+    rules,
+)
 from flatmin.lab.foret2021 import protocol
 from flatmin.lab.studies.condition_tables import gated, setting_of
 from flatmin.lab.studies.conditions import (

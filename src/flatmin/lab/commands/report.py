@@ -13,7 +13,7 @@ from flatmin.lab.cheap_sam.study import CHEAP_SAM
 from flatmin.lab.demo.study import DEMO
 from flatmin.lab.errors import CorruptFileError, SpecError
 from flatmin.lab.foret2021.items import ITEMS as PAPER_ITEMS
-from flatmin.lab.rho_rule.study import RHO_RULE
+from flatmin.lab.rho_rule import RHO_RULE
 from flatmin.lab.runs.record import Records, all_records
 from flatmin.lab.spec.fields import did_you_mean
 from flatmin.lab.studies.findings import Findings

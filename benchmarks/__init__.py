@@ -1,1 +1,0 @@
-"""Side-by-side ratios against peers and limits. Run them all with `make bench`."""
