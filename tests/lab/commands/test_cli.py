@@ -1,10 +1,21 @@
 """The command line: flags from specs, output for people and scripts, exit codes, mistakes without tracebacks."""
 
 import json
+import re
+import shlex
+from pathlib import Path
 
 import pytest
 
 from cli_cases import QUICK, run, trained_run
+from flatmin.cli import main
+from flatmin.lab.commands.collect import Collect
+from flatmin.lab.commands.demo import Demo
+from flatmin.lab.commands.list import List, Show
+from flatmin.lab.commands.measure import Measure
+from flatmin.lab.commands.report import Report
+from flatmin.lab.commands.reproduce import Reproduce
+from flatmin.lab.commands.train import Train
 from flatmin.lab.spec.datasets import DATASETS
 
 pytestmark = pytest.mark.usefixtures("nothing_outside")
@@ -131,3 +142,26 @@ def test_a_run_is_measured_and_what_was_found_is_written_beside_it(arguments, fa
         assert found["num_examples"] == 60
     code, out, _ = run(capsys, "measure", arguments[0], "digits-cnn", *arguments[1:])
     assert code == 0
+
+
+def documented_commands():
+    """Return the arguments of every ``flatmin`` command in the shell blocks of the README and the docs."""
+    root = Path(__file__).parents[3]
+    for page in (root / "README.md", *sorted((root / "docs").glob("*.md"))):
+        for language, block in re.findall(r"^```(.*?)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+            for line in block.replace("\\\n", " ").splitlines() if language in ("sh", "bash") else ():
+                line = re.sub(r'"\$\(.*\)"', "PATH", line)  # what another command prints
+                found = re.match(r"(?:\w+=\S+ )*(?:torchrun .*--no-python )?flatmin (.+)", line)
+                if found and "--tyro-print-completion" not in line:
+                    yield page.name, [word for word in shlex.split(found[1], comments=True) if word != "..."]
+
+
+def test_every_command_in_the_readme_and_the_docs_is_understood(monkeypatch, capsys):
+    done = []
+    for kind in (Collect, Demo, List, Measure, Report, Reproduce, Show, Train):
+        monkeypatch.setattr(kind, "run", lambda command, console: done.append(type(command)))
+    commands = list(documented_commands())
+    for page, arguments in commands:
+        assert main(arguments) == 0, (page, arguments, capsys.readouterr().err)
+    assert len(done) == len(commands) > 25
+    assert len(set(done)) > 5
