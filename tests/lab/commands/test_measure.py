@@ -221,13 +221,20 @@ def test_all_measurements_of_a_run_read_its_dataset_and_each_epochs_weights_once
     files = {path.relative_to(tmp_path / job.name / "measures").as_posix() for path in tmp_path.rglob("measures/*")}
     names = {m.name for m in MEASUREMENTS}
     assert {file.removesuffix(".json") for file in files if file.endswith(".json")} == names
-    assert sum(file.endswith(".svg") for file in files) == 5  # cosines and noise have no plot
+    assert not any(file.endswith(".svg") for file in files)  # nobody looks at the plots of a sweep
     measured = read_record(job.name, tmp_path).measured
     assert measured.keys() == names
     # Whoever asks next, for one or for all, gets the same facts, and nothing is measured again.
-    monkeypatch.setattr(measurements, "load_trained", None)
+    with monkeypatch.context() as patch:
+        patch.setattr(measurements, "load_trained", None)
+        assert measure_run(tmp_path / job.name, MEASUREMENTS, draw=False) == measured
+        (some,) = measure_run(tmp_path / job.name, MEASUREMENTS[3:4], draw=False).items()
+        assert some == next((name, facts) for name, facts in measured.items() if "sharp" in name)
+    # The command draws, and then it is there.
     assert measure_run(tmp_path / job.name, MEASUREMENTS) == measured
-    assert measure_run(tmp_path / job.name, MEASUREMENTS[3:4]) == {n: f for n, f in measured.items() if "sharp" in n}
+    assert len(list(tmp_path.rglob("measures/*.svg"))) == 5  # cosines and noise have no plot
+    monkeypatch.setattr(measurements, "load_trained", None)
+    measure_run(tmp_path / job.name, MEASUREMENTS[3:4])
 
 
 def test_a_measurement_among_others_finds_what_it_finds_alone(job, tmp_path):

@@ -19,7 +19,6 @@ from flatmin.lab.studies.contrasts import Contrast, Family
 from flatmin.lab.studies.findings import Cell, LineFigure, SurfaceFigure
 from flatmin.lab.studies.study import describe, run_study
 from flatmin.lab.sweeps.measurements import Landscape, Spectrum
-from flatmin.measures import plots
 from invented_runs import in_process
 
 
@@ -37,8 +36,6 @@ def shrink(patch):
     patch.setattr(study, "EPOCHS", 1)
     patch.setattr(study, "SPECTRUM", Spectrum(num_eigenvalues=1, steps=5))
     patch.setattr(study, "LANDSCAPE", Landscape(points=3))
-    for plot in ("sharpness", "spectral_density", "landscape"):  # of single runs, which the page does not show
-        patch.setattr(plots, plot, lambda *_: plots.new_figure())
 
 
 def test_the_settings_are_those_with_the_lowest_validation_error():

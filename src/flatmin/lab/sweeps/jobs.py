@@ -143,7 +143,7 @@ def run_job(
             if job.measurements:
                 directory.open()  # two sweeps must not write the same files
                 with closing(directory):
-                    measure_run(directory.path, job.measurements, data_root)
+                    measure_run(directory.path, job.measurements, data_root, draw=False)
         return JobStatus(kind="done")
     except Exception as error:
         return status_of_error(error)

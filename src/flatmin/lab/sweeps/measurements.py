@@ -268,18 +268,20 @@ class Rho(Measurement, kind="rho", m=COUNT):
 
 
 def measure_run(
-    run: Path, measurements: Sequence[Measurement], data_root: Path | None = None
+    run: Path, measurements: Sequence[Measurement], data_root: Path | None = None, *, draw: bool = True
 ) -> dict[str, MeasurementResult]:
     """Measure a run's model, unless that was done before; facts and plots go into RUN/measures.
 
     The dataset is read once for all measurements, and the weights of each epoch once. The run need not be finished;
-    the files then also carry the step in their names.
+    the files then also carry the step in their names. Sweeps do not ``draw``, which takes longer than some measures:
+    what they measured is measured again for its plot.
     """
     found: dict[str, MeasurementResult] = {}
     missing = []
     for m in measurements:
         file = run / "measures" / f"{m.name}.json"
-        if (is_finished(run) or m.epoch is not None) and file.exists():
+        is_done = file.exists() and (not draw or file.with_suffix(".svg").exists())
+        if is_done and (is_finished(run) or m.epoch is not None):
             found[m.name] = read_measurement(file)
         else:
             missing.append(m)
@@ -293,7 +295,7 @@ def measure_run(
             facts, plot = m.measure(trained, target)
             with storing(target.parent, "Free some disk space, and measure again."):
                 target.parent.mkdir(parents=True, exist_ok=True)
-                if plot is not None:
+                if draw and plot is not None:
                     plot().savefig(target.with_suffix(".svg"))
             # Last: if it exists, so do the plots. Read back, for the same facts as whoever asks next.
             write_json(target.with_suffix(".json"), at | facts)
