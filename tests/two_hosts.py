@@ -30,12 +30,12 @@ class Host:
     """Where the host itself sees its disk."""
     processes: list = field(default_factory=list)
 
-    def start(self, command, **environment):
+    def start(self, command, disk=None, **environment):
         """Start a command on the host; its output is in files, so that no pipe fills up."""
         # Nobody answers at the machine's name server from here, and each look-up would wait six seconds for it.
         nobody = self.disk / "resolv.conf"
         nobody.write_text("nameserver 127.0.0.1\n")
-        script = f'mount --bind "{nobody}" /etc/resolv.conf && mount --bind "{self.disk}" "{self.path}" '
+        script = f'mount --bind "{nobody}" /etc/resolv.conf && mount --bind "{disk or self.disk}" "{self.path}" '
         script += f'&& cd "{self.path}" && exec "$@"'
         alone = ["ip", "netns", "exec", self.namespace, "unshare", "--mount", "--propagation", "private"]
         variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", "XDG_CACHE_HOME": str(self.path / "cache")}

@@ -23,12 +23,12 @@ from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
 from flatmin.lab.studies.conditions import TUNING_SEED
 from flatmin.lab.studies.cost import cost, model_flops, num_models, training_flops
 from flatmin.lab.studies.findings import Comparison, LineFigure
-from flatmin.lab.studies.study import SCALES, describe, planned_jobs
+from flatmin.lab.studies.study import SCALES, describe, planned_jobs, run_study
 from flatmin.lab.sweeps.jobs import Job
 from flatmin.lab.sweeps.progress import passes
 from flatmin.lab.training.trained_model import load_trained
 from flatmin.measures import sam_update_cosine
-from invented_runs import cells
+from invented_runs import cells, in_process
 
 
 @cache
@@ -192,9 +192,9 @@ def test_all_items_run_from_the_command_to_the_page(tmp_path, monkeypatch):
     monkeypatch.setattr(prediction, "NUM_RESAMPLES", 99)
     runs, command = tmp_path / "runs", ["--scale", "smoke", "--runs", str(tmp_path / "runs")]
     trains = [*command, "--processes", "2", "--threads", "1"]
-    some = ["label-noise/20 %/SGD", "cheap-sam/", "rho-rule/"]
-    assert main(["reproduce", "label-noise", "cheap-sam", "rho-rule", *trains, "--only", *some]) == 0
-    known = Records(runs)
+    known, some = Records(runs), ("label-noise/20 %/SGD", "cheap-sam/", "rho-rule/")
+    for study in (ITEMS["label-noise"], CHEAP_SAM, RHO_RULE):
+        run_study(study, "smoke", known, in_process(runs), some)
     part = describe(ITEMS["label-noise"], "smoke", known)
     measured = {row[0]: row[1].measured is not None for row in part.tables[0].rows}
     assert (measured["SGD"], measured["SAM"], part.num_missing > 0) == (True, False, True)

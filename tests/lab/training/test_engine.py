@@ -322,9 +322,9 @@ def test_jobs_train_and_measure_with_deterministic_algorithms(deterministic, tmp
     def record(owner, name):
         function = getattr(owner, name)
 
-        def recorded(*arguments):
+        def recorded(*arguments, **keywords):
             seen.append((name, torch.are_deterministic_algorithms_enabled()))
-            return function(*arguments)
+            return function(*arguments, **keywords)
 
         monkeypatch.setattr(owner, name, recorded)
 
