@@ -49,7 +49,9 @@ def check_overview(overview, items, tally):
                 tally.number("effect in %", where, match[2], 100 * share)
             tally.same("n", where, int(n), len(c.seeds))
             tally.p_value("Holm's p", where, p, c.p_holm)
-        runs = {run["name"] for c in compared for run in c.runs} or item_runs(item, items)
+        runs = {run["name"] for c in compared for run in c.runs}
+        if not runs and status != "not tested":
+            runs = item_runs(item, items)
         cost = sum(item.study.runs[name]["time_seconds"] for name in runs)
         if row["cost"] != NOTHING or cost:
             tally.seconds("cost", where, row["cost"], cost)

@@ -222,7 +222,9 @@ def _effect(comparison: Comparison) -> dict[str, Any]:
 
 
 def _cost(findings: Findings, verdict: Verdict, records: dict[str, RunRecord]) -> float:
-    runs = {run for comparison in verdict.comparisons for run in comparison.runs} or set(findings.runs)
+    runs = {run for comparison in verdict.comparisons for run in comparison.runs}
+    if not runs and verdict.status != "not tested":  # a claim on all runs at once
+        runs = set(findings.runs)
     return sum(records[run].time_seconds for run in runs)
 
 

@@ -105,7 +105,7 @@ def condition_tables(
         if layout == "methods in columns":
             columns, rows = _methods_in_columns(entries, cells, label_columns)
         else:
-            columns, rows = _methods_in_rows(entries, cells, (literature or {}) if metric in metrics else {})
+            columns, rows = _methods_in_rows(entries, cells, (literature or {}) if metric == metrics[0] else {})
         what = METRIC_NAMES[metric].replace("error", "accuracy") if as_accuracy else METRIC_NAMES[metric]
         shown = note if metric in metrics else TRAINING_NOTE
         tables.append(Table(title=f"{where}: {what}", columns=columns, rows=rows, note=shown))
