@@ -11,9 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from flatmin.lab.cheap_sam.arms import BASE, cost_in_passes
+from flatmin.lab.cheap_sam.arms import BASE
 from flatmin.lab.cheap_sam.study import (
-    Point,
     is_complete,
     pareto_front,
     points_of,
@@ -29,18 +28,14 @@ from flatmin.lab.runs.record import Records
 from flatmin.lab.studies.conditions import TUNING_SEED
 from flatmin.lab.studies.cost import cost, num_models, training_flops
 from flatmin.lab.studies.methods import FACTORS
-from flatmin.lab.studies.statistics import mean_and_interval
 from flatmin.lab.studies.study import describe, planned_jobs
 from flatmin.lab.sweeps.jobs import Job
 
 ROOT = Path(__file__).parent.parent
 IMAGES = ROOT / "docs" / "images"
-EARLIER = "cheap-sam-40-epochs"
-"""The runs of cheap SAM's earlier protocol, whose code cannot be looked up."""
-FEW = {"part 1/8": "SAM on 1/8", "momentum": "Momentum-SAM"}
-FEW |= {"SGD, stopped early (clean validation)": "SGD, stopped early"}
+FEW = {"SGD, stopped early (clean validation)": "SGD, stopped early"}
 FEW |= {name: name for name in ("SGD", "SGD, twice the epochs", "SAM on 1/8", "SAM", "SAM, half the epochs")}
-"""What the plot on the front page shows, and what it calls them: in the study and in its earlier runs."""
+"""What the plot on the front page shows, and what it calls them."""
 
 
 def grid(header, rows):
@@ -139,41 +134,9 @@ def choices(known):
     return f"{grid(header, rows)}\n\n{near}"
 
 
-def earlier_arms(known):
-    """Return passes and errors of the earlier runs."""
-    blocks = []
-    for title, num, points in earlier_points(known):
-        base = next(p.error.mean for p in points if p.name == BASE)
-        front = {p.name for p in pareto_front(points)}
-        rows = [
-            (p.name, f"{p.cost:.4g}", *_error_and_gain(p, base), "yes" if p.name in front else "")
-            for p in sorted(points, key=lambda p: (p.cost, p.error.mean))
-        ]
-        table = grid(("method", "passes", "test error, %", "gain, points", "on the front"), rows)
-        blocks.append(f"**{title}** ({num} replicas, mean and 95 % interval):\n\n{table}")
-    return "\n\n".join(blocks)
-
-
 def _error_and_gain(point, base):
     gain = "" if point.error.mean == base else f"{round(base - point.error.mean, 1) + 0.0:.1f}"  # no -0.0
     return f"{point.error.mean:.1f} ± {point.error.half_width:.1f}", gain
-
-
-def earlier_points(known):
-    """Return the earlier runs' conditions: title, number of replicas, and cost and error of each arm."""
-    found = {}
-    for record in known.values():
-        if record.seed != TUNING_SEED:
-            _, label, column, method = record.experiment.name.split("/", 3)  # "part 1/8" has one too
-            found.setdefault(f"{label}, {column}", {}).setdefault(method.replace("no SAM", BASE), []).append(record)
-    conditions = []
-    for title, methods in found.items():
-        base, points = methods[BASE], []
-        for name, records in methods.items():
-            errors = mean_and_interval([100 * r.metrics["test_error"] for r in records])
-            points.append(Point(name, cost_in_passes(records[0].experiment, base[0].experiment.epochs), errors))
-        conditions.append((title, len(base), points))
-    return sorted(conditions, key=lambda condition: (-len(condition[2]), condition[0]))
 
 
 def demo(known):
@@ -200,7 +163,6 @@ BLOCKS = {
     ("reproduction.md", "cuts"): ("foret2021-laptop", cuts),
     ("reproduction.md", "costs"): ("foret2021-laptop", costs),
     ("cost.md", "arms"): ("cheap-sam-laptop", arms),
-    ("cost.md", "earlier"): (EARLIER, earlier_arms),
     ("choosing-rho.md", "choices"): ("foret2021-laptop", choices),
     ("index.md", "demo"): ("demo", demo),
 }
@@ -224,12 +186,10 @@ def updated_pages():
     return pages
 
 
-def drawn_conditions(known, earlier):
-    """Return the conditions to draw: the study's once noisy labels have all replicas, the earlier runs' until then."""
-    found = results_of("laptop", known)
-    if is_complete(found[0]):
-        return [(e[0].condition.name, len(e[0].replicas.records), points_of(e)) for e in found if is_complete(e)]
-    return [(f"{title} (earlier runs)", num, points) for title, num, points in earlier_points(earlier)]
+def drawn_conditions(known):
+    """Return the conditions that have all replicas: title, number of replicas, and cost and error of each arm."""
+    found = [entries for entries in results_of("laptop", known) if is_complete(entries)]
+    return [(e[0].condition.name, len(e[0].replicas.records), points_of(e)) for e in found]
 
 
 def draw_costs(found):
@@ -267,13 +227,15 @@ def draw_few_costs(found):
     title, num, points = found[0]
     figure = Figure(figsize=(7.6, 3.9), layout="constrained")
     axis = figure.add_subplot()
-    for p in (p for p in points if p.name in FEW):
+    shown = [p for p in points if p.name in FEW]
+    for p in shown:
         color = "C0" if p.name.startswith(BASE) else "C1"
         axis.errorbar(p.cost, p.error.mean, p.error.half_width, fmt="o", color=color, capsize=3)
-        right = p.cost < 1.9
+        close = [q for q in shown if abs(q.error.mean - p.error.mean) < 2 and 0 < q.cost - p.cost < 0.4]
+        right = p.cost < 1.9 and not close  # its name would cover its neighbor's
         place = {"xytext": (9 if right else -9, 0), "textcoords": "offset points", "ha": "left" if right else "right"}
         axis.annotate(FEW[p.name], (p.cost, p.error.mean), va="center", fontsize=10, **place)
-    lowest = min(0.9, *(p.cost - 0.1 for p in points if p.name in FEW))
+    lowest = min(0.9, *(p.cost - 0.1 for p in shown))
     axis.set(xlim=(lowest, 2.1), xlabel="cost: passes over the training set, relative to SGD", ylabel="test error, %")
     axis.set_title(f"{title}: mean of {num} replicas, 95 % interval", fontsize=10, loc="left")
     axis.spines[["top", "right"]].set_visible(False)
@@ -284,6 +246,6 @@ def draw_few_costs(found):
 if __name__ == "__main__":
     for file, text in updated_pages().items():
         (ROOT / "docs" / file).write_text(text)
-    drawn = drawn_conditions(*(Records(ROOT / "results" / study) for study in ("cheap-sam-laptop", EARLIER)))
+    drawn = drawn_conditions(Records(ROOT / "results" / "cheap-sam-laptop"))
     draw_costs(drawn)
     draw_few_costs(drawn)

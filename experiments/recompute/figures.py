@@ -37,7 +37,8 @@ def _check_figure(item, items, block):
         if series == "claimed by the paper":
             item.tally.papers += len(NUMBER.findall(y))
             continue
-        seen.append((series, *point) if block.caption.startswith("Each setting: m-sharpness") else (series, _number(x)))
+        named = block.caption.startswith(("Each setting: m-sharpness", "Error over cost: "))  # two may be at one place
+        seen.append((series, *point) if named else (series, _number(x)))
         found = expected[seen[-1]]
         at, values, *name = found if isinstance(found, tuple) else (_number(x), found)
         item.tally.number("figure: x", where, x, at, 6)
@@ -170,9 +171,9 @@ def _over_cost(item, condition):
     points = item.arms(condition)
     for cost, _, name, errors in points:
         kind = re.sub(r"(?<=ascent) on 1/\d+|, (half|twice) the epochs| \((clean|noisy) validation\)", "", name)
-        yield (kind, round(cost, 9)), (cost, errors, name)
+        yield (kind, name), (cost, errors)
     for cost, error, name, _ in front(points):
-        yield ("Pareto front", round(cost, 9)), (cost, [error], name)
+        yield ("Pareto front", name), (cost, [error])
 
 
 def reductions(items, method):

@@ -131,7 +131,7 @@ ABOUT = (
 )
 EARLIER = (
     "Earlier runs of this study are not evidence and are not used here: all 432 name a script that is in no commit, "
-    "378 had uncommitted changes, and after 40 epochs CIFAR-10 was not fit. They are in results/cheap-sam-40-epochs."
+    "378 had uncommitted changes, and after 40 epochs CIFAR-10 was not fit. They are in the history of results/."
 )
 CUT = (
     "parts of 1/4 and 1/16, and of 1/4 at weight 1",
