@@ -15,9 +15,9 @@ import itertools
 import pytorch_optimizer
 import torch
 import torch.nn.functional as F
-from benchmarks.harness import interleaved, peak_bytes, ratio, resnet20, table
 from torch import nn
 
+from benchmarks.harness import interleaved, peak_bytes, ratio, resnet20, table
 from flatmin import SAM
 from flatmin.lab.models.build import build_model
 from flatmin.lab.spec.experiment import Model

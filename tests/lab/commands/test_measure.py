@@ -230,8 +230,10 @@ def test_all_measurements_of_a_run_read_its_dataset_and_each_epochs_weights_once
         assert measure_run(tmp_path / job.name, MEASUREMENTS, draw=False) == measured
         (some,) = measure_run(tmp_path / job.name, MEASUREMENTS[3:4], draw=False).items()
         assert some == next((name, facts) for name, facts in measured.items() if "sharp" in name)
-    # The command draws, and then it is there.
+    # The command draws, and then it is there; the facts are not written again.
+    written = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("measures/*.json")}
     assert measure_run(tmp_path / job.name, MEASUREMENTS) == measured
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("measures/*.json")} == written
     assert len(list(tmp_path.rglob("measures/*.svg"))) == 5  # cosines and noise have no plot
     monkeypatch.setattr(measurements, "load_trained", None)
     measure_run(tmp_path / job.name, MEASUREMENTS[3:4])

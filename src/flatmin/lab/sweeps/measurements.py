@@ -274,16 +274,16 @@ def measure_run(
 
     The dataset is read once for all measurements, and the weights of each epoch once. The run need not be finished;
     the files then also carry the step in their names. Sweeps do not ``draw``, which takes longer than some measures:
-    what they measured is measured again for its plot.
+    what they measured is measured again for its plot, and the facts stay.
     """
     found: dict[str, MeasurementResult] = {}
     missing = []
     for m in measurements:
         file = run / "measures" / f"{m.name}.json"
-        is_done = file.exists() and (not draw or file.with_suffix(".svg").exists())
-        if is_done and (is_finished(run) or m.epoch is not None):
+        is_known = file.exists() and (is_finished(run) or m.epoch is not None)
+        if is_known:
             found[m.name] = read_measurement(file)
-        else:
+        if not is_known or (draw and not file.with_suffix(".svg").exists()):
             missing.append(m)
     trained: TrainedModel | None = None
     for epoch in dict.fromkeys(m.epoch for m in missing):
@@ -297,7 +297,8 @@ def measure_run(
                 target.parent.mkdir(parents=True, exist_ok=True)
                 if draw and plot is not None:
                     plot().savefig(target.with_suffix(".svg"))
-            # Last: if it exists, so do the plots. Read back, for the same facts as whoever asks next.
-            write_json(target.with_suffix(".json"), at | facts)
-            found[name] = read_measurement(target.with_suffix(".json"))
+            if name not in found:
+                # Read back, for the same facts as whoever asks next.
+                write_json(target.with_suffix(".json"), at | facts)
+                found[name] = read_measurement(target.with_suffix(".json"))
     return found

@@ -1,0 +1,1 @@
+"""Side-by-side ratios against peers and limits. Run them all with `make bench`."""
