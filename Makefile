@@ -7,6 +7,8 @@ BIN := .venv/bin
 READY := .venv/.ready
 # torch first and pinned: an unpinned torch would bring a build with gigabytes of CUDA.
 PIP := PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --disable-pip-version-check
+# Tests start hundreds of processes, which must not all compile flatmin again.
+export PYTHONDONTWRITEBYTECODE :=
 
 $(READY): pyproject.toml constraints.txt
 	@echo "Setting up .venv (once, some minutes) ..."

@@ -1,10 +1,19 @@
 """What all tests share."""
 
+import contextlib
+import os
+
+# Tests run in parallel processes already, and so do those that tests start: threads that wait for each other spin.
+os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
+
 import pytest
-import torch
 
 from flatmin.core.compat import TORCH
 from two_processes import WorkerProcesses
+
+# Trainers, timm and peft import torchvision where it is installed, whose compiled operators may be missing.
+with contextlib.suppress(ImportError):
+    import flatmin.lab.data.torchvision_operators  # noqa: F401
 
 OF_OLDER_TORCH = (  # warnings that torch.distributed.checkpoint gives about itself, before torch 2.13 at the latest
     "torch.distributed is unavailable or uninitialized",
@@ -15,12 +24,6 @@ OF_OLDER_TORCH = (  # warnings that torch.distributed.checkpoint gives about its
 def pytest_configure(config):
     for message in OF_OLDER_TORCH if TORCH < (2, 13) else ():
         config.addinivalue_line("filterwarnings", f"ignore:{message}")
-
-
-@pytest.fixture(autouse=True, scope="session")
-def one_thread():
-    """Tests run in parallel processes already."""
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

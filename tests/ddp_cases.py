@@ -171,3 +171,42 @@ def suggestion(rank, sync, ddp_settings):
     found = suggest_rho(opt, lambda x, y: loss_of(ddp, (x, y)), [whole_batch(rank, step) for step in range(3)])
     curve = found.measure([0.2])
     return [found.rho, found.loss, found.grad_norm, *curve.rises], state() == before
+
+
+# Functions for `direction` and `combine`.
+
+
+def roots(grads):
+    return [g.sign() * g.abs().sqrt() for g in grads]
+
+
+def surrogate_gap(grads, perturbed, alpha=0.4):
+    along = sum((g * q).sum() for g, q in zip(grads, perturbed, strict=True))
+    along = along / sum((q * q).sum() for q in perturbed)
+    return [q - alpha * (g - along * q) for g, q in zip(grads, perturbed, strict=True)]
+
+
+class ElementwiseRoots:
+    elementwise = True
+
+    def __init__(self):
+        self.num_calls = 0
+
+    def __call__(self, grads):
+        self.num_calls += 1
+        return roots(grads)
+
+    def state_dict(self):
+        return {"num_calls": self.num_calls}
+
+    def load_state_dict(self, state):
+        self.num_calls = state["num_calls"]
+
+
+class ElementwiseMinimum:
+    """Of both gradients, the one with the smaller absolute value."""
+
+    elementwise = True
+
+    def __call__(self, grads, perturbed):
+        return [torch.where(g.abs() < q.abs(), g, q) for g, q in zip(grads, perturbed, strict=True)]

@@ -6,6 +6,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from ddp_cases import ElementwiseRoots, roots, surrogate_gap
 from flatmin import SAM, suggest_rho
 from flatmin.core.compat import TORCH
 from references import closure_of
@@ -216,3 +217,22 @@ def suggestion(rank, settings, model=None):
     assert torch.equal(weights(model), before)
     assert all(p.grad is None for p in model.parameters())
     return [found.rho, found.loss, found.grad_norm, *curve.rises]
+
+
+def errors_with_functions(rank):
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    model = sharded_model()
+    messages = []
+    for function in ({"direction": roots}, {"combine": surrogate_gap}):
+        try:
+            SAM(torch.optim.SGD(model.parameters(), lr=0.1), **function)
+        except ValueError as error:
+            messages.append(str(error))
+    opt = SAM(torch.optim.SGD(model.parameters(), lr=0.1), direction=ElementwiseRoots())
+    assert opt.state_dict()["param_groups"][0]["sam_direction"] == {"num_calls": 0}
+    try:
+        get_optimizer_state_dict(model, opt)
+    except ValueError as error:
+        messages.append(str(error))
+    return messages

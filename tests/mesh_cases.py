@@ -1,4 +1,4 @@
-"""What each of four processes does in tests/core/test_mesh.py, in a mesh of 2 x 2."""
+"""What each of four processes does in tests/core/test_fsdp.py, in a mesh of 2 x 2."""
 
 import contextlib
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-import flatmin.lab.data.torchvision_operators  # noqa: F401  (Lightning and transformers import torchvision where it is installed)
 from flatmin import SAM
 from references import closure_of
 from two_processes import torchrun

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-import flatmin.lab.data.torchvision_operators  # noqa: F401  (peft imports torchvision)
 from flatmin import SAM, suggest_rho
 from references import closure_of, eq2, flat, unflat
 from test_examples import by_hand, example

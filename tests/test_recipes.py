@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-import flatmin.lab.data.torchvision_operators  # noqa: F401  (timm and peft import torchvision)
 from flatmin import SAM
 from references import closure_of
 from test_examples import by_hand, cross_entropy

@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import nn
 
-import flatmin.lab.data.torchvision_operators  # noqa: F401  (most of them import torchvision)
 from flatmin import SAM
 from flatmin.integrations.transformers import SAMPLING
 from test_examples import by_hand, cross_entropy

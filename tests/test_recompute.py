@@ -138,6 +138,14 @@ def test_a_run_that_is_left_out_is_found(tmp_path):
     assert any("seed9" in line for line in recompute_report.check(tmp_path).wrong)
 
 
+def collect(directory):
+    """Write the page of a directory's runs; nothing is drawn, which takes long."""
+    with pytest.MonkeyPatch.context() as patch:
+        no_picture = {"file": "figure.svg", "inline": "", "content": ""}
+        patch.setattr("flatmin.lab.report.content._pictures", lambda *a: no_picture)
+        Collect(directory, directory, allow_unknown_code=True).run(Console(quiet=True))
+
+
 def recomputed(directory, items, known, study_file):
     """Write a page with registered plans of items whose runs are known, and return what was checked of it."""
     jobs = unite(job for item in items for job in planned_jobs(item, "laptop", known).values())
@@ -152,7 +160,7 @@ def recomputed(directory, items, known, study_file):
     commits = dict.fromkeys(read_plan(directory)[0], 40 * "a")
     about = json.loads(study_file.read_text()) | {"items": names, "plans": commits}
     (directory / "study.json").write_text(json.dumps(about))
-    Collect(directory, directory, allow_unknown_code=True).run(Console(quiet=True))
+    collect(directory)
     return recompute_report.check(directory)
 
 
@@ -272,7 +280,7 @@ def curvature_page(case, folder, *, registered=True):
     (folder / "study.json").write_text(json.dumps({"items": CURVATURE, "scale": "laptop", "title": "Invented"}))
     if registered:
         register(folder, {name: plan_of(ITEMS[name], "laptop") for name in CURVATURE}, [])
-    Collect(folder, folder, allow_unknown_code=True).run(Console(quiet=True))
+    collect(folder)
     return (folder / "report.md").read_text()
 
 
@@ -358,7 +366,7 @@ def make_page(items, metrics, facts, tmp_path, monkeypatch, registered=True):
     (tmp_path / "study.json").write_text(json.dumps(about))
     if registered:
         register(tmp_path, {item.name: plan_of(item, "laptop") for item in items}, [])
-    Collect(tmp_path, tmp_path, allow_unknown_code=True).run(Console(quiet=True))
+    collect(tmp_path)
     return recompute_report.check(tmp_path)
 
 

@@ -5,6 +5,7 @@ import os
 import signal
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -51,19 +52,34 @@ def evaluated_ece(rank):
     return evaluate(nn.Identity(), [batch], ("loss", "error", "ece"), "float32", workers)["ece"]
 
 
-def train_and_perhaps_die(folder, die_at):
-    """Train what is asked for in a folder, under torchrun; worker 1 may kill itself at a step, once."""
-    torch.set_num_threads(1)
-    seen = []
-    step = Stepper.step
+def train_all(rank, specs, runs):
+    """Train experiments one after the other; tell which examples this worker saw in each, unless it was finished."""
+    seen, step = [], Stepper.step
 
     def recorded_step(self, batch, number, lr):
-        first_life = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-        if number == die_at and first_life and self.workers.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
         seen.append((number, batch.examples.tolist()))
         return step(self, batch, number, lr)
 
-    Stepper.step = recorded_step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORLD_SIZE", "2")
+        patch.setenv("LOCAL_RANK", str(rank))
+        patch.setattr(Stepper, "step", recorded_step)
+        for number, spec in enumerate(specs):
+            seen.clear()
+            train(Experiment.from_json(spec), runs=runs, checkpoint_seconds=0)
+            if seen:
+                (runs / f"seen-{number}-{rank}.json").write_text(json.dumps(seen))
+
+
+def train_and_die(folder, die_at):
+    """Train what is asked for in a folder, under torchrun; worker 1 kills itself at a step, once."""
+    step = Stepper.step
+
+    def deadly_step(self, batch, number, lr):
+        first_life = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        if number == die_at and first_life and self.workers.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return step(self, batch, number, lr)
+
+    Stepper.step = deadly_step
     train(Experiment.from_json((folder / "asked.json").read_text()), runs=folder, checkpoint_seconds=0)
-    (folder / f"seen-{os.environ['RANK']}.json").write_text(json.dumps(seen))

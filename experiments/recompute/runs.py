@@ -1,6 +1,6 @@
 """The stored runs: which belong together, what was chosen, and every quantity that a page prints of a run.
 
-Written from the definitions (issue, plan.json, textbooks). Imports nothing of flatmin.
+Written from the definitions (plan.json, docs/reproduction.md, textbooks). Imports nothing of flatmin.
 """
 
 import copy
@@ -9,6 +9,7 @@ import json
 import math
 import re
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from scipy import stats
@@ -48,7 +49,7 @@ class Study:
         self.about = json.loads((directory / "study.json").read_text())
         plan = directory / "plan.json"
         self.plan = json.loads(plan.read_text()) if plan.exists() else {"items": {}, "changes": []}
-        self.by_spec = {}
+        self.tuned, self.by_spec = {}, {}
         for run in self.runs.values():
             self.by_spec.setdefault(key(run["spec"]), {})[run["seed"]] = run["name"]
 
@@ -59,9 +60,12 @@ class Study:
     def candidates(self, spec, *settings):
         """Return the runs that chose among settings like a spec's: held-out data, one seed, other values of some."""
         varies = settings or ("rho",)
-        like = key(without(spec, *varies))
-        found = (run for run in self.runs.values() if run["seed"] == TUNING_SEED and "valid_error" in run["metrics"])
-        return [run for run in found if key(without(run["spec"], *varies)) == like]
+        if varies not in self.tuned:
+            found = self.tuned[varies] = {}
+            for run in self.runs.values():
+                if run["seed"] == TUNING_SEED and "valid_error" in run["metrics"]:
+                    found.setdefault(key(without(run["spec"], *varies)), []).append(run)
+        return self.tuned[varies].get(key(without(spec, *varies)), [])
 
     def grid(self, run):
         """Return the replicas with a run's seed that differ from it in rho only."""
@@ -231,6 +235,7 @@ def holm(p_values, missing=0):
     return adjusted
 
 
+@cache
 def detectable(spread, pairs):
     """Return the mean difference that a two-sided paired t-test at 5 % shows with a probability of 80 %."""
     critical = stats.t.ppf(0.975, pairs - 1)

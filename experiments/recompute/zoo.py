@@ -86,41 +86,40 @@ def gap_of(run):
 
 def scores_of(measures, gaps, grid):
     """Return for each row the smallest information given two hyperparameters."""
-    gap = np.array(gaps, float)
-    found = [
-        _informations(measures, gap, np.unique([str([h[i] for i in pair]) for h in grid], return_inverse=True)[1])
+    larger_gap = (np.array(gaps, float)[:, None] > np.array(gaps, float)).astype(np.float32)
+    kinds = [1 - larger_gap, larger_gap]
+    labels = [
+        np.unique([str([h[i] for i in pair]) for h in grid], return_inverse=True)[1].reshape(-1)
         for pair in itertools.combinations(range(len(grid[0])), 2)
     ]
-    return np.min([row for row in found if row is not None], axis=0)
+    one_hots = [np.eye(label.max() + 1, dtype=np.float32)[label] for label in labels]
+    smallest = []
+    for some in np.array_split(measures, max(1, len(measures) // AT_ONCE)):
+        larger = (some[:, :, None] > some[:, None, :]).astype(np.float32)
+        larger_of_kinds = [larger * kind for kind in kinds]
+        found = [_informations(larger_of_kinds, kinds, one_hot) for one_hot in one_hots]
+        smallest.append(np.min([row for row in found if row is not None], axis=0))
+    return np.concatenate(smallest)
 
 
-def _informations(measures, gap, label):
+def _informations(larger_of_kinds, kinds, one_hot):
     """Return I(V_mu; V_g | U) / H(V_g | U) of each measure over all ordered pairs of models; None where H is 0.
 
     V says whether the measure, or the gap, of the first model is larger. U has the labels of both models, and every
     value of it weighs the same. What a pair of labels counts is a product with both models' indicators.
     """
-    one_hot = np.eye(label.max() + 1, dtype=np.float32)[label.reshape(-1)]
-    larger_gap = (gap[:, None] > gap).astype(np.float32)
-    kinds = [1 - larger_gap, larger_gap]
     totals = [one_hot.T @ kind @ one_hot for kind in kinds]
-    found = []
-    for some in np.array_split(measures, max(1, len(measures) // AT_ONCE)):
-        larger = (some[:, :, None] > some[:, None, :]).astype(np.float32)
-        joint = []
-        for kind, total in zip(kinds, totals, strict=True):
-            ones = one_hot.T @ (larger * kind) @ one_hot
-            joint += [total - ones, ones]
-        shares = np.stack(joint).astype(float) / (totals[0] + totals[1]).astype(float)
-        of_gap = np.stack([shares[0] + shares[1], shares[2] + shares[3]])
-        of_measure = np.stack([shares[0] + shares[2], shares[1] + shares[3]])
-        of_gap, of_measure, both = (
-            -(s * np.log2(np.where(s > 0, s, 1))).sum(axis=0).mean(axis=(1, 2)) for s in (of_gap, of_measure, shares)
-        )
-        if not of_gap.all():
-            return None
-        found.append((of_gap + of_measure - both) / of_gap)
-    return np.concatenate(found)
+    joint = []
+    for larger, total in zip(larger_of_kinds, totals, strict=True):
+        ones = one_hot.T @ larger @ one_hot
+        joint += [total - ones, ones]
+    shares = np.stack(joint).astype(float) / (totals[0] + totals[1]).astype(float)
+    of_gap = np.stack([shares[0] + shares[1], shares[2] + shares[3]])
+    of_measure = np.stack([shares[0] + shares[2], shares[1] + shares[3]])
+    of_gap, of_measure, both = (
+        -(s * np.log2(np.where(s > 0, s, 1))).sum(axis=0).mean(axis=(1, 2)) for s in (of_gap, of_measure, shares)
+    )
+    return (of_gap + of_measure - both) / of_gap if of_gap.all() else None
 
 
 def residuals(values, given):

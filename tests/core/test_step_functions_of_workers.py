@@ -5,10 +5,9 @@ import torch
 
 import ddp_cases
 import fsdp_cases
-import function_cases
 from references import eq2, flat, unflat
 
-FUNCTIONS = {"direction": function_cases.roots, "combine": function_cases.surrogate_gap}
+FUNCTIONS = {"direction": ddp_cases.roots, "combine": ddp_cases.surrogate_gap}
 
 
 def reference(way, sync):
@@ -26,8 +25,8 @@ def reference(way, sync):
 
     def combined(w, batches):
         g = mean_gradient(w, batches)
-        at_eps = mean_gradient(w + eq2(*function_cases.roots([g]), 0.3, 2.0), batches)
-        return function_cases.surrogate_gap([g], [at_eps])[0], g
+        at_eps = mean_gradient(w + eq2(*ddp_cases.roots([g]), 0.3, 2.0), batches)
+        return ddp_cases.surrogate_gap([g], [at_eps])[0], g
 
     w, sizes = flat(parameters), ddp_cases.SIZES
     for step in range(ddp_cases.STEPS):
@@ -71,7 +70,7 @@ def test_two_passes_under_ddp_must_share_what_is_combined(two_processes):
 
 @pytest.mark.parametrize("way", ["closure", "perturbed"])
 def test_elementwise_functions_of_shards_are_those_of_a_single_process(two_processes, way):
-    settings = {"direction": function_cases.ElementwiseRoots(), "combine": function_cases.ElementwiseMinimum()}
+    settings = {"direction": ddp_cases.ElementwiseRoots(), "combine": ddp_cases.ElementwiseMinimum()}
     expected = fsdp_cases.single_process({"rho": 0.3, **settings})
     for got in two_processes.run(fsdp_cases.train, {"rho": 0.3, **settings}, way):
         for value, reference_value in zip(got, expected, strict=True):
@@ -79,7 +78,7 @@ def test_elementwise_functions_of_shards_are_those_of_a_single_process(two_proce
 
 
 def test_shards_need_elementwise_functions_without_state_in_a_distributed_checkpoint(two_processes):
-    for direction, combine, checkpoint in two_processes.run(function_cases.errors_with_shards):
+    for direction, combine, checkpoint in two_processes.run(fsdp_cases.errors_with_functions):
         assert direction.startswith("direction is a function, but parameters are sharded")
         assert "combine" in combine
         assert "elementwise = True" in combine

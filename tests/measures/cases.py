@@ -20,8 +20,6 @@ from flatmin.measures import (
 )
 from references import gauss_newton
 
-torch.set_num_threads(1)
-
 
 class Quadratic(nn.Module):
     """Example i has the loss w.A_i w / 2 + b_i.w, with w in two tensors: a norm of each would show."""

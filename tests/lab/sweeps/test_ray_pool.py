@@ -67,7 +67,7 @@ def test_nodes_that_do_not_see_the_directory_of_runs_send_their_files(cluster, t
 
     monkeypatch.setattr(ray_pool.RayPool, "_start_store", start_unseen)
     jobs, runs = many_jobs(3, 2), tmp_path / "runs"
-    records = sweep(jobs, runs=runs, engine="ray", address=cluster.address)
+    records = sweep(jobs, runs=runs, engine="ray", address=cluster.address, processes=1)
     assert all(record.state == "finished" for record in records.values())
     for job in jobs:
         whole = train(job.experiment, seed=job.seed, runs=tmp_path / "whole").directory

@@ -41,11 +41,21 @@ EXPERIMENT = Experiment(
 )
 
 
-def train_twice(experiment, folder, die_at=-1):
-    """Train with two workers in a new folder; one may be killed at a step."""
+RADIUS = dataclasses.replace(EXPERIMENT, optim=Optim(rho="auto", lr=0.05), epochs=1)
+SECOND_ORDER = Experiment(
+    data=Data(train_size=20, batch_size=20),
+    model=Model(name="cnn-4"),
+    optim=Optim(rho=0.2, second_order=True, momentum=0.0, nesterov=False, weight_decay=0.0, schedule="constant"),
+    epochs=1,
+    precision="float32",
+)
+
+
+def train_and_kill(experiment, folder, die_at):
+    """Train with two workers in a new folder; one of them is killed at a step."""
     folder.mkdir()
     (folder / "asked.json").write_text(experiment.to_json())
-    script = f"import pathlib, worker_cases as w; w.train_and_perhaps_die(pathlib.Path('.').resolve(), {die_at})"
+    script = f"import pathlib, worker_cases as w; w.train_and_die(pathlib.Path('.').resolve(), {die_at})"
     errors = torchrun(folder, script, options=["--max-restarts=2"], PYTHONPATH=os.pathsep.join(sys.path))
     assert "deprecated" not in errors
     return folder / experiment.run_name(0)
@@ -56,12 +66,21 @@ def final_weights(directory):
 
 
 @pytest.fixture(scope="module")
-def two_workers(tmp_path_factory):
-    return train_twice(EXPERIMENT, tmp_path_factory.mktemp("two") / "runs")
+def trained(tmp_path_factory, two_processes):
+    """The directories of three runs of two workers that are started without torchrun."""
+    runs = tmp_path_factory.mktemp("two")
+    experiments = [EXPERIMENT, RADIUS, SECOND_ORDER]
+    two_processes.run(worker_cases.train_all, [experiment.to_json() for experiment in experiments], runs)
+    return [runs / experiment.run_name(0) for experiment in experiments]
+
+
+@pytest.fixture(scope="module")
+def two_workers(trained):
+    return trained[0]
 
 
 def test_two_workers_see_every_example_exactly_once_an_epoch(two_workers):
-    seen = [json.loads((two_workers.parent / f"seen-{rank}.json").read_text()) for rank in (0, 1)]
+    seen = [json.loads((two_workers.parent / f"seen-0-{rank}.json").read_text()) for rank in (0, 1)]
     assert len(seen[0]) == len(seen[1]) == 8
     for epoch in (0, 1):
         examples = [i for worker in seen for _, batch in worker[4 * epoch : 4 * epoch + 4] for i in batch]
@@ -83,12 +102,16 @@ def test_two_workers_with_an_eps_each_equal_one_process_with_m_half_the_batch(tw
     assert not all(torch.allclose(found[name], other[name], rtol=2e-3, atol=2e-4) for name in other)
 
 
-def test_two_workers_measure_the_radius_of_one_process_with_m_half_the_batch(tmp_path):
-    optim = Optim(rho="auto", lr=0.05)
-    two = train_twice(dataclasses.replace(EXPERIMENT, optim=optim, epochs=1), tmp_path / "two")
-    found = read_result(two).metrics["rho"]
-    alone = train(dataclasses.replace(EXPERIMENT, optim=dataclasses.replace(optim, m=10), epochs=1), runs=tmp_path)
+def test_two_workers_measure_the_radius_of_one_process_with_m_half_the_batch(trained, tmp_path):
+    found = read_result(trained[1]).metrics["rho"]
+    alone = train(dataclasses.replace(RADIUS, optim=dataclasses.replace(RADIUS.optim, m=10)), runs=tmp_path)
     assert found == pytest.approx(alone.metrics["rho"], rel=1e-4)
+
+
+def test_two_workers_return_a_run_that_is_finished(two_workers, two_processes):
+    written = {path: path.stat().st_mtime_ns for path in two_workers.glob("*.json*")}
+    two_processes.run(worker_cases.train_all, [EXPERIMENT.to_json()], two_workers.parent)
+    assert {path: path.stat().st_mtime_ns for path in written} == written
 
 
 def test_the_result_of_two_workers_is_not_returned_to_one_process(two_workers):
@@ -97,7 +120,7 @@ def test_the_result_of_two_workers_is_not_returned_to_one_process(two_workers):
 
 
 def test_a_worker_that_is_killed_is_restarted_from_the_last_checkpoint(two_workers, tmp_path):
-    directory = train_twice(EXPERIMENT, tmp_path / "killed", die_at=5)
+    directory = train_and_kill(EXPERIMENT, tmp_path / "killed", die_at=5)
     sessions = json.loads((directory / "environment.json").read_text())["sessions"]
     assert len(sessions) == 2
     assert sessions[0]["num_workers"] == 2
@@ -106,13 +129,9 @@ def test_a_worker_that_is_killed_is_restarted_from_the_last_checkpoint(two_worke
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_second_order_gradients_are_averaged_over_workers(tmp_path):
+def test_second_order_gradients_are_averaged_over_workers(trained):
     """One step, against the mean of the two halves' exact SAM gradients."""
-    optim = Optim(rho=0.2, second_order=True, momentum=0.0, nesterov=False, weight_decay=0.0, schedule="constant")
-    experiment = Experiment(
-        data=Data(train_size=20, batch_size=20), model=Model(name="cnn-4"), optim=optim, epochs=1, precision="float32"
-    )
-    found = final_weights(train_twice(experiment, tmp_path / "runs"))
+    experiment, found = SECOND_ORDER, final_weights(trained[2])
     torch.manual_seed(torch_seed(0, Purpose.NETWORK_INIT))
     network = build_model(experiment.model, num_classes=10, in_channels=1)
     info = dataset_info("digits")
@@ -204,16 +223,11 @@ def assert_same_runs(found, expected):
         assert all(torch.equal(states[0][key], value) for key, value in states[1].items())
 
 
-def test_two_hosts_end_with_the_weights_of_one_and_can_be_run_again(hosts, settings, one_host):
+def test_two_hosts_end_with_the_weights_of_one(hosts, settings, one_host):
     first, second = train_on(hosts, *settings)
     assert first[1] == second[1] == 0, first[0] + second[0]
     assert_same_runs(hosts[0].disk / "runs", one_host)
     assert not (hosts[1].disk / "runs").exists()
-    written = {path: path.stat().st_mtime_ns for path in hosts[0].disk.glob("runs/*/*.json*")}
-    again, other = train_on(hosts, *settings)
-    assert again[1] == other[1] == 0, again[0] + other[0]
-    assert '"event": "result"' in again[0]
-    assert {path: path.stat().st_mtime_ns for path in written} == written
 
 
 def test_a_host_that_is_killed_and_restarted_resumes_the_run(hosts, settings, one_host):
