@@ -53,7 +53,7 @@ def evaluated_ece(rank):
 
 
 def train_all(rank, specs, runs):
-    """Train experiments one after the other; tell which examples this worker saw in each, unless it was finished."""
+    """Train experiments one after the other, and tell which examples this worker saw in each."""
     seen, step = [], Stepper.step
 
     def recorded_step(self, batch, number, lr):
@@ -67,8 +67,7 @@ def train_all(rank, specs, runs):
         for number, spec in enumerate(specs):
             seen.clear()
             train(Experiment.from_json(spec), runs=runs, checkpoint_seconds=0)
-            if seen:
-                (runs / f"seen-{number}-{rank}.json").write_text(json.dumps(seen))
+            (runs / f"seen-{number}-{rank}.json").write_text(json.dumps(seen))
 
 
 def train_and_die(folder, die_at):

@@ -135,15 +135,18 @@ def test_processes_whose_sweep_was_killed_end_by_themselves(tmp_path):
         directory.close()
 
 
-def test_ctrl_c_saves_all_runs_and_stops(tmp_path):
-    """SIGTERM, to the main process only, is tested with the engine "ray"."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_all_runs_and_stops(number, tmp_path):
     process = start(tmp_path, 3, LONG)
     jobs = many_jobs(3, LONG)
     wait_for(lambda: sum(num_epochs(tmp_path, j) > 1 for j in jobs) > 1, lambda: process.poll() is not None)
     running = [job for job in jobs if num_epochs(tmp_path, job) > 1]
-    os.killpg(process.pid, signal.SIGINT)  # the terminal tells every process
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)  # Ctrl-C: the terminal tells every process
+    else:
+        process.send_signal(number)
     output, errors = process.communicate()
-    assert process.returncode == 128 + signal.SIGINT, errors
+    assert process.returncode == 128 + number, errors
     assert "3 of 3 runs are left. Everything is saved" in errors
     assert "Traceback" not in output + errors
     for job in running:

@@ -108,12 +108,6 @@ def test_two_workers_measure_the_radius_of_one_process_with_m_half_the_batch(tra
     assert found == pytest.approx(alone.metrics["rho"], rel=1e-4)
 
 
-def test_two_workers_return_a_run_that_is_finished(two_workers, two_processes):
-    written = {path: path.stat().st_mtime_ns for path in two_workers.glob("*.json*")}
-    two_processes.run(worker_cases.train_all, [EXPERIMENT.to_json()], two_workers.parent)
-    assert {path: path.stat().st_mtime_ns for path in written} == written
-
-
 def test_the_result_of_two_workers_is_not_returned_to_one_process(two_workers):
     with pytest.raises(RunError, match="was trained by 2 workers, but now there is 1 worker"):
         train(EXPERIMENT, runs=two_workers.parent)
@@ -223,11 +217,16 @@ def assert_same_runs(found, expected):
         assert all(torch.equal(states[0][key], value) for key, value in states[1].items())
 
 
-def test_two_hosts_end_with_the_weights_of_one(hosts, settings, one_host):
+def test_two_hosts_end_with_the_weights_of_one_and_can_be_run_again(hosts, settings, one_host):
     first, second = train_on(hosts, *settings)
     assert first[1] == second[1] == 0, first[0] + second[0]
     assert_same_runs(hosts[0].disk / "runs", one_host)
     assert not (hosts[1].disk / "runs").exists()
+    written = {path: path.stat().st_mtime_ns for path in hosts[0].disk.glob("runs/*/*.json*")}
+    again, other = train_on(hosts, *settings)
+    assert again[1] == other[1] == 0, again[0] + other[0]
+    assert '"event": "result"' in again[0]
+    assert {path: path.stat().st_mtime_ns for path in written} == written
 
 
 def test_a_host_that_is_killed_and_restarted_resumes_the_run(hosts, settings, one_host):
