@@ -1,6 +1,7 @@
 """What all tests share."""
 
 import contextlib
+import multiprocessing
 import os
 
 # Tests run in parallel processes already, and so do those that tests start: threads that wait for each other spin.
@@ -14,6 +15,15 @@ from two_processes import WorkerProcesses
 # Trainers, timm and peft import torchvision where it is installed, whose compiled operators may be missing.
 with contextlib.suppress(ImportError):
     import flatmin.lab.data.torchvision_operators  # noqa: F401
+
+# Processes that tests start are forked from one that has imported what takes seconds.
+multiprocessing.set_forkserver_preload(
+    ["torch.distributed.fsdp", "torch._dynamo", "flatmin.lab.data.torchvision_operators", "flatmin.lab.sweeps.sweep"]
+)
+with contextlib.suppress(ImportError):
+    from flatmin.lab.sweeps import local_pool
+
+    local_pool.CONTEXT = multiprocessing.get_context("forkserver")
 
 OF_OLDER_TORCH = (  # warnings that torch.distributed.checkpoint gives about itself, before torch 2.13 at the latest
     "torch.distributed is unavailable or uninitialized",

@@ -1,5 +1,6 @@
 """What each of two DDP workers does in tests/core/test_ddp.py."""
 
+import runpy
 import warnings
 from contextlib import nullcontext
 
@@ -210,3 +211,12 @@ class ElementwiseMinimum:
 
     def __call__(self, grads, perturbed):
         return [torch.where(g.abs() < q.abs(), g, q) for g, q in zip(grads, perturbed, strict=True)]
+
+
+def train_example(rank, path):
+    """Return the weights after each way of examples/ddp.py, which must not warn."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train = runpy.run_path(str(path))["train"]
+        models = [train("closure"), train("perturbed"), train("closure", sync_perturbation=True)]
+    return [model.state_dict() for model in models]

@@ -1,5 +1,8 @@
 """What each of two processes does in tests/core/test_fsdp.py."""
 
+import runpy
+import warnings
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -236,3 +239,11 @@ def errors_with_functions(rank):
     except ValueError as error:
         messages.append(str(error))
     return messages
+
+
+def train_example(rank, path):
+    """Return the whole weights after examples/fsdp2.py, which must not warn."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = runpy.run_path(str(path))["train"]()
+    return {name: t.full_tensor() for name, t in model.state_dict().items()}

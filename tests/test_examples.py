@@ -1,20 +1,18 @@
 """Every example runs, and what it trains is SAM: the weights are as after two passes written out by hand."""
 
 import copy
-import os
 import runpy
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+import ddp_cases
+import fsdp_cases
 from flatmin import SAM
 from references import closure_of
-from two_processes import torchrun
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 # Of third parties, on import or in every run of them.
@@ -217,33 +215,8 @@ def test_hugging_face_trainer(accumulation):
     assert difference(trainer.model, reference) < 1e-6
 
 
-def launch(script, tmp_path):
-    """Run a script in two processes and return what it saved."""
-    torchrun(tmp_path, script, EXAMPLES)
-    return torch.load(tmp_path / "saved.pt")
-
-
-PREAMBLE = """
-import runpy, sys, time, warnings
-import torch, torch.distributed as dist
-warnings.simplefilter("error")
-dist.init_process_group("gloo")
-"""
-# The wrapped model keeps gloo's threads alive: one that still holds a tensor when the interpreter exits would abort it.
-LEAVE = """
-dist.destroy_process_group()
-time.sleep(0.5)
-"""
-
-
-def test_ddp(tmp_path):
-    script = f"""{PREAMBLE}
-train = runpy.run_path(sys.argv[1] + "/ddp.py")["train"]
-runs = [train("closure"), train("perturbed"), train("closure", sync_perturbation=True)]
-if dist.get_rank() == 0:
-    torch.save([model.state_dict() for model in runs], "saved.pt")
-{LEAVE}"""
-    closure, perturbed, shared = launch(script, tmp_path)
+def test_ddp(two_processes):
+    closure, perturbed, shared = two_processes.run(ddp_cases.train_example, EXAMPLES / "ddp.py")[0]
     ddp = example("ddp")
     parts = [ddp["make_data"](rank) for rank in range(2)]
     own, same = ddp["make_model"](), ddp["make_model"]()
@@ -261,14 +234,8 @@ if dist.get_rank() == 0:
     assert difference(own, same) > 1e-5  # neither passes for the other
 
 
-def test_fsdp2(tmp_path):
-    script = f"""{PREAMBLE}
-model = runpy.run_path(sys.argv[1] + "/fsdp2.py")["train"]()
-state = {{name: t.full_tensor() for name, t in model.state_dict().items()}}
-if dist.get_rank() == 0:
-    torch.save(state, "saved.pt")
-{LEAVE}"""
-    saved = launch(script, tmp_path)
+def test_fsdp2(two_processes):
+    saved = two_processes.run(fsdp_cases.train_example, EXAMPLES / "fsdp2.py")[0]
     fsdp2 = example("fsdp2")
     reference = fsdp2["make_model"]()
     base = torch.optim.AdamW(reference.parameters(), lr=0.01)
@@ -279,15 +246,11 @@ if dist.get_rank() == 0:
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp2"])
-def test_distributed_examples_run_alone(name):
+def test_distributed_examples_run_alone(name, monkeypatch, capsys):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / f"{name}.py"],
-        env={**os.environ, "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "rank 0" in done.stdout
+    for variable, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(variable, str(value))
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    assert "rank 0" in capsys.readouterr().out

@@ -30,12 +30,12 @@ class Host:
     """Where the host itself sees its disk."""
     processes: list = field(default_factory=list)
 
-    def start(self, command, disk=None, **environment):
+    def start(self, command, **environment):
         """Start a command on the host; its output is in files, so that no pipe fills up."""
         # Nobody answers at the machine's name server from here, and each look-up would wait six seconds for it.
         nobody = self.disk / "resolv.conf"
         nobody.write_text("nameserver 127.0.0.1\n")
-        script = f'mount --bind "{nobody}" /etc/resolv.conf && mount --bind "{disk or self.disk}" "{self.path}" '
+        script = f'mount --bind "{nobody}" /etc/resolv.conf && mount --bind "{self.disk}" "{self.path}" '
         script += f'&& cd "{self.path}" && exec "$@"'
         alone = ["ip", "netns", "exec", self.namespace, "unshare", "--mount", "--propagation", "private"]
         variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", "XDG_CACHE_HOME": str(self.path / "cache")}
@@ -73,14 +73,11 @@ def output(process):
     return process.log.read_text()
 
 
-def torchrun(host, hosts, *arguments, num_hosts=2, restarts=0):
+def torchrun(host, hosts, *arguments, restarts=0):
     """Return the command that trains on one of the hosts."""
-    where = ["--standalone", "--nproc-per-node", "2"]
-    if num_hosts > 1:
-        is_first = host is hosts[0]
-        where = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "test"]
-        where += ["--rdzv-endpoint", f"{hosts[0].address}:{PORT}", "--local-addr", host.address]
-        where += ["--rdzv-conf", f"is_host={int(is_first)},keep_alive_interval=1,keep_alive_max_attempt=3"]
+    where = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "test"]
+    where += ["--rdzv-endpoint", f"{hosts[0].address}:{PORT}", "--local-addr", host.address]
+    where += ["--rdzv-conf", f"is_host={int(host is hosts[0])},keep_alive_interval=1,keep_alive_max_attempt=3"]
     runner = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", str(restarts), "--monitor-interval=0.1"]
     return [*runner, *where, "-m", "flatmin.cli", "train", *arguments]
 

@@ -7,6 +7,7 @@ import sys
 import tempfile
 import traceback
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -53,6 +54,14 @@ def torchrun(folder, script, *arguments, options=(), **environment):
     return done.stderr
 
 
+def as_under_torchrun(rank, function, *args):
+    """Call a function in one of two worker processes with what torchrun tells its own; their group exists already."""
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": 0, "TORCHELASTIC_RUN_ID": "test"}
+    with mock.patch.dict(os.environ, {name: str(value) for name, value in variables.items()}):
+        return function(rank, *args)
+
+
 def _serve(rank, world, rendezvous, pipe):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
@@ -71,7 +80,6 @@ class WorkerProcesses:
 
     def _start(self):
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed.fsdp", "flatmin"])
         self._folder = tempfile.TemporaryDirectory()
         for rank in range(self._world):
             ours, theirs = context.Pipe()

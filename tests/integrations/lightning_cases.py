@@ -1,7 +1,6 @@
 """The module and data of tests/integrations/test_lightning.py, also for its two processes."""
 
 import logging
-import os
 import warnings
 
 import lightning.pytorch as pl
@@ -49,11 +48,11 @@ def fit(callback, model=None, data=None, ckpt_path=None, max_epochs=2, **setting
     return model, trainer
 
 
-def main(folder):
+def fit_with_ddp(rank, folder):
     """What each of two workers does."""
     for name, settings in {"whole": {}, "part": {"part": 0.5}, "shared": {"sync_perturbation": True}}.items():
         ddp = {"devices": 2, "strategy": "ddp", "use_distributed_sampler": False}
-        data = make_data(sampler=range(int(os.environ["RANK"]), 24, 2))
+        data = make_data(sampler=range(rank, 24, 2))
         model, trainer = fit(SAMCallback(rho=0.1, **settings), data=data, max_epochs=1, **ddp)
         if trainer.is_global_zero:
             torch.save(model.net.state_dict(), f"{folder}/{name}.pt")

@@ -2,8 +2,6 @@
 
 import copy
 import math
-import os
-import sys
 import warnings
 from collections import defaultdict
 
@@ -19,7 +17,7 @@ from torch.amp import GradScaler
 
 from flatmin import SAM, suggest_rho
 from flatmin.integrations.lightning import SAMCallback
-from two_processes import torchrun
+from two_processes import as_under_torchrun
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:.*(LeafSpec|torch\.jit|pin_memory).*")
 
@@ -400,9 +398,8 @@ def test_the_module_gets_its_methods_back():
     assert not {"training_step", "optimizer_step", "log"} & failing.__dict__.keys()
 
 
-def test_ddp(tmp_path):
-    script = "import sys, flatmin.lab.data.torchvision_operators, lightning_cases; lightning_cases.main(sys.argv[1])"
-    torchrun(tmp_path, script, tmp_path, PYTHONPATH=os.pathsep.join(sys.path))
+def test_ddp(two_processes, tmp_path):
+    two_processes.run(as_under_torchrun, lightning_cases.fit_with_ddp, tmp_path)
     # Statistics of batch norm are the first worker's.
     data = [list(lightning_cases.make_data(sampler=range(rank, 24, 2))) for rank in range(2)]
     for name, part in {"whole": 1.0, "part": 0.5}.items():

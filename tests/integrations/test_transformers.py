@@ -1,8 +1,6 @@
 """SAM in the Hugging Face Trainer, compared with plain loops."""
 
 import copy
-import os
-import sys
 from collections import defaultdict
 from functools import partial
 
@@ -14,7 +12,7 @@ from transformers import Trainer
 
 from flatmin import SAM, suggest_rho
 from flatmin.integrations.transformers import SAMMixin, SAMTrainer
-from two_processes import torchrun
+from two_processes import as_under_torchrun
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:.*pin_memory.*", "ignore:.*Gradient accumulation.*")
 
@@ -361,9 +359,8 @@ def test_wrong_settings_raise_at_once(sam, error, message):
         cases.make_trainer(sam)
 
 
-def test_ddp(tmp_path):
-    script = "import sys, flatmin.lab.data.torchvision_operators, transformers_cases as c; c.main(sys.argv[1])"
-    torchrun(tmp_path, script, tmp_path, PYTHONPATH=os.pathsep.join(sys.path), ACCELERATE_USE_CPU="1")
+def test_ddp(two_processes, tmp_path):
+    two_processes.run(as_under_torchrun, cases.train_with_ddp, tmp_path)
     for name, part in {"whole": 1.0, "part": 0.5}.items():
         (steps, state), (others, same) = (torch.load(tmp_path / f"{name}-{rank}.pt") for rank in range(2))
         assert difference(state, same) == 0

@@ -1,6 +1,5 @@
 """The model and data of tests/integrations/test_transformers.py, also for its two processes."""
 
-import os
 import tempfile
 
 import torch
@@ -48,7 +47,7 @@ def make_trainer(
         return trainer_class(model=model, args=args, train_dataset=make_data(language_model), sam=sam, **given)
 
 
-def main(folder):
+def train_with_ddp(rank, folder):
     """What each of two workers does."""
     for name, sam in {"whole": {}, "part": {"part": 0.5}}.items():
         trainer = make_trainer({"rho": 0.1, **sam}, data_seed=3)
@@ -62,4 +61,4 @@ def main(folder):
         trainer.training_step = recording
         trainer.train()
         state = {k: v.clone() for k, v in trainer.accelerator.unwrap_model(trainer.model).state_dict().items()}
-        torch.save((steps, state), f"{folder}/{name}-{os.environ['RANK']}.pt")
+        torch.save((steps, state), f"{folder}/{name}-{rank}.pt")

@@ -221,7 +221,7 @@ def test_all_items_run_from_the_command_to_the_page(tmp_path, monkeypatch):
     assert len(before) >= len(known)
     assert main(["report", "all", *command, "--out", str(tmp_path / "again")]) == 0
     assert (tmp_path / "again" / "index.html").read_text() == page
-    assert main(["reproduce", "table1", "label-noise", "hessian", *command]) == 0
+    assert main(["reproduce", "table1", "bound", *command]) == 0
     assert {path: path.stat().st_mtime_ns for path in runs.glob("*/result.json")} == before
 
 

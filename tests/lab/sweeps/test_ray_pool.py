@@ -155,7 +155,7 @@ RAY = [sys.executable, "-m", "ray.scripts.scripts", "start"]
 NODE = ["--num-cpus=1", f"--object-store-memory={80 * 2**20}", "--disable-usage-stats", "--block"]
 # Several hosts need a token that both know. Workers at a low priority would wait for whatever else runs here.
 VARIABLES = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64, "RAY_worker_niceness": "0"}
-REPRODUCE = [sys.executable, "-m", "flatmin.cli", "reproduce", "label-noise", "--scale", "smoke", "--runs", "runs"]
+REPRODUCE = [sys.executable, "-m", "flatmin.cli", "reproduce", "fine-tuning", "--scale", "smoke", "--runs", "runs"]
 
 
 @pytest.fixture
@@ -195,7 +195,7 @@ def test_results_come_back_from_a_host_that_dies(hosts, tmp_path):
     assert (runs / "report-smoke/index.html").exists()
     assert not (second.disk / "runs").exists()
 
-    run_study(ITEMS["label-noise"], "smoke", Records(), in_process(tmp_path))
+    run_study(ITEMS["fine-tuning"], "smoke", Records(), in_process(tmp_path))
     whole = {path.parent.name: path.read_bytes() for path in tmp_path.glob("*/metrics.jsonl")}
     assert {path.parent.name: path.read_bytes() for path in runs.glob("*/metrics.jsonl")} == whole
     assert seen <= whole.keys()

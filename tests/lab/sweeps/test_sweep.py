@@ -1,6 +1,7 @@
 """Sweeps with real processes, really killed."""
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -107,9 +108,9 @@ def test_runs_that_were_killed_go_on_without_repeating_one(tmp_path):
     finished = {p: p.stat().st_mtime_ns for p in runs.glob("*/result.json")}
     assert 5 <= len(finished) < 16
 
-    again = start(runs, 16, 4)
-    output, errors = again.communicate()
-    assert again.returncode == 0, errors
+    console = Console(record=True, width=200)
+    sweep(jobs, runs=runs, processes=2, console=console)
+    output = console.export_text()
     assert output.count("test error") == 16 - len(finished)
     assert f"[{len(finished) + 1}/16]" in output
     assert {path: path.stat().st_mtime_ns for path in finished} == finished
@@ -156,8 +157,8 @@ def test_a_signal_saves_all_runs_and_stops(number, tmp_path):
 
 
 def workers():
-    """The processes that this one has started; other tests may have left theirs."""
-    return {p for p in psutil.Process().children() if "spawn_main" in " ".join(p.cmdline())}
+    """The processes of sweeps that this one has started; other tests may have left theirs."""
+    return {process for process in multiprocessing.active_children() if process.name == "flatmin-sweep"}
 
 
 def test_a_process_that_dies_costs_no_more_than_the_time_since_its_checkpoint(tmp_path):
@@ -265,6 +266,7 @@ def test_a_negative_number_is_refused(tmp_path):
 
 
 def test_each_process_has_the_threads_that_were_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep_local, "CONTEXT", multiprocessing.get_context("spawn"))
     monkeypatch.setattr(sweep_module, "run_job", sweep_process.tells_threads)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     sweep([Job(experiment=tiny())], runs=tmp_path, processes=1, threads=3)

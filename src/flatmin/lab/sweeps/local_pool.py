@@ -21,6 +21,7 @@ import torch
 from flatmin.lab.errors import RunError
 from flatmin.lab.sweeps.jobs import Job, JobStatus, describe_death
 
+CONTEXT = multiprocessing.get_context("spawn")  # threads do not survive a fork
 MAX_FAILED_STARTS = 3
 PATIENCE_SECONDS = 5.0  # for a process that was told to end
 REMINDER_SECONDS = 2.0  # training that is about to end ignores a signal and starts to measure
@@ -51,9 +52,8 @@ class _Worker:
     def __init__(self, run: Callable[[Job], JobStatus], threads: int, gpu: str | None) -> None:
         self.gpu, self.is_ready = gpu, False
         self.job: Job | None = None
-        context = multiprocessing.get_context("spawn")  # threads do not survive a fork
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, run, threads), name="flatmin-sweep", daemon=True)
+        self.connection, theirs = CONTEXT.Pipe()
+        self.process = CONTEXT.Process(target=_serve, args=(theirs, run, threads), name="flatmin-sweep", daemon=True)
         variables = dict.fromkeys(THREAD_VARIABLES, str(threads))
         if gpu is not None:
             variables["CUDA_VISIBLE_DEVICES"] = gpu
