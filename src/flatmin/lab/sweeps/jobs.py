@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Literal
 
@@ -43,7 +43,7 @@ class Job:
     curves: tuple[str, ...] = ()
     """Metrics of which the study uses every epoch: the evidence keeps them."""
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The name of the run's directory."""
         return self.experiment.run_name(self.seed)
