@@ -1,6 +1,9 @@
 """Invented findings, and the directories of the runs that they name."""
 
+import contextlib
 import math
+
+import pytest
 
 from flatmin.lab.runs.history import write_history
 from flatmin.lab.runs.json_files import write_json
@@ -21,6 +24,17 @@ from flatmin.lab.studies.findings import (
 from flatmin.lab.studies.statistics import Interval, mean_and_interval
 
 SEEDS = range(5)
+
+
+@contextlib.contextmanager
+def without_pictures():
+    """Write pages in which nothing is drawn, which takes long."""
+    with pytest.MonkeyPatch.context() as patch:
+        no_picture = {"file": "figure.svg", "inline": "", "content": ""}
+        patch.setattr("flatmin.lab.report.content._pictures", lambda *a: no_picture)
+        yield
+
+
 SESSION = {
     **{"started": "2026-01-02T03:04:05Z", "command": ["/home/somebody/secret/bin/flatmin", "train"]},
     **{"flatmin": "0.1.0", "commit": "0123456789abcdef0123456789abcdef01234567+"},

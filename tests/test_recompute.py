@@ -26,6 +26,7 @@ from flatmin.lab.studies.study import planned_jobs, run_study
 from flatmin.lab.sweeps.spectrum_at_loss import SpectrumAtLoss, first_below
 from flatmin.lab.sweeps.sweep import unite
 from invented_runs import invented
+from report_cases import without_pictures
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
@@ -139,10 +140,8 @@ def test_a_run_that_is_left_out_is_found(tmp_path):
 
 
 def collect(directory):
-    """Write the page of a directory's runs; nothing is drawn, which takes long."""
-    with pytest.MonkeyPatch.context() as patch:
-        no_picture = {"file": "figure.svg", "inline": "", "content": ""}
-        patch.setattr("flatmin.lab.report.content._pictures", lambda *a: no_picture)
+    """Write the page of a directory's runs."""
+    with without_pictures():
         Collect(directory, directory, allow_unknown_code=True).run(Console(quiet=True))
 
 

@@ -61,10 +61,11 @@ def to_markdown(text: str) -> str:
         >>> to_markdown(r"Returns :math:`\rho` of :class:`flatmin.SAM`::")
         'Returns $\\rho$ of [`SAM`][flatmin.SAM]:'
     """
+    text = re.sub(r"^( *)Example:$", r"\1Examples:", text, flags=re.MULTILINE)  # >>> is code only under this title
     text = re.sub(r"^( *)\.\. math:: *(.+(?:\n\1 +\S.*)*)", _display, text, flags=re.MULTILINE)
     text = re.sub(r":math:`([^`]+)`", lambda match: "$" + " ".join(match[1].split()) + "$", text)
-    text = re.sub(r":(?:class|func):`([\w.]+)`", lambda match: f"[`{match[1].split('.')[-1]}`][{match[1]}]", text)
-    text = re.sub(r":meth:`([\w.]+)`", r"`\1`", text)
+    text = re.sub(r":(?:class|func):`(flatmin\.(?:\w+\.)*(\w+))`", r"[`\2`][\1]", text)
+    text = re.sub(r":(?:class|func|meth):`([\w.]+)`", r"`\1`", text)
     return re.sub(r"::$", ":", text, flags=re.MULTILINE)
 
 

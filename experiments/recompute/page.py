@@ -4,6 +4,7 @@ import math
 import re
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cache
 
 NUMBER = re.compile(r"(?<![\w.-])[+-]?\d(?:[\d,]*\d)?(?:\.\d+)?(?:e[+-]\d+)?(?![\w])")
 NOTHING = "\N{EN DASH}"
@@ -98,16 +99,22 @@ def _cells(line):
     return [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line.strip())[1:-1]]
 
 
-def interval(values):
-    """Return the mean and half the width of Student's 95 % interval; NaN for one value."""
+@cache
+def critical_value(degrees_of_freedom):
+    """Return the 97.5 % quantile of Student's distribution."""
     from scipy import stats
 
+    return float(stats.t.ppf(0.975, degrees_of_freedom))
+
+
+def interval(values):
+    """Return the mean and half the width of Student's 95 % interval; NaN for one value."""
     n = len(values)
     mean = math.fsum(values) / n
     if n < 2:
         return mean, math.nan
     variance = math.fsum((v - mean) ** 2 for v in values) / (n - 1)
-    return mean, float(stats.t.ppf(0.975, n - 1)) * math.sqrt(variance / n)
+    return mean, critical_value(n - 1) * math.sqrt(variance / n)
 
 
 class Tally:

@@ -1,8 +1,8 @@
 """Sharpness-Aware Minimization: the optimizer and its maths. Needs only torch."""
 
-from flatmin.core.check_pass import PassCheck, check_pass
 from flatmin.core.gradient import SAMGradient, sam_gradient
-from flatmin.core.norm_parameters import norm_parameters
+from flatmin.core.norm_layers import norm_parameters
+from flatmin.core.pass_check import PassCheck, check_pass
 from flatmin.core.perturbation import ascent_step, random_step
 from flatmin.core.rho_finder import suggest_rho
 from flatmin.core.rho_suggestion import RhoSuggestion, RiseCurve

@@ -73,7 +73,7 @@ class RiseCurve:
 
 @dataclass(frozen=True)
 class RhoSuggestion:
-    """A radius for SAM, and what it was computed from: what :func:`suggest_rho` returns."""
+    """A radius for SAM, and what it was computed from: what :func:`flatmin.suggest_rho` returns."""
 
     rho: float
     """The suggested radius, for ``opt.rho``."""

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flatmin.core.check_pass import check_pass
 from flatmin.core.checks import Closure, shares_of
 from flatmin.core.optimizer_wrapper import with_own_hooks
+from flatmin.core.pass_check import check_pass
 from flatmin.core.rho_finder import suggest_rho
 from flatmin.core.sam import SAM
 

@@ -13,6 +13,7 @@ import pytest
 from cli_cases import in_an_empty_folder
 from flatmin.cli import main
 from flatmin.lab.sweeps import measurements
+from report_cases import without_pictures
 
 SETTINGS = (
     *("--model.name", "cnn-2", "--epochs", "2", "--precision", "float32", "--data.train-size", "20"),
@@ -78,14 +79,12 @@ COMMANDS = {
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """Return a directory with a finished and an unfinished bootstrapped run; nothing is drawn, which takes long."""
+    """Return a directory with a finished and an unfinished bootstrapped run."""
     path = tmp_path_factory.mktemp("fuzz")
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, without_pictures():
         in_an_empty_folder(path, patch)
         measure = measurements.Bound.measure
         patch.setattr(measurements.Bound, "measure", lambda *given: (measure(*given)[0], None))
-        no_picture = {"file": "figure.svg", "inline": "", "content": ""}
-        patch.setattr("flatmin.lab.report.content._pictures", lambda *a: no_picture)
         assert main(["train", *SETTINGS, "--output", "quiet", "--runs", "finished", "--checkpoint-seconds", "0"]) == 0
         shutil.copytree("finished", "unfinished")
         run = second_stage(path / "unfinished")

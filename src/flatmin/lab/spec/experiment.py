@@ -6,6 +6,7 @@ later, with a default that means "as before", leaves the names of finished runs 
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 from dataclasses import dataclass, field
@@ -218,6 +219,10 @@ class Experiment:
 
     def run_hash(self) -> str:
         """Return ten hexadecimal digits that name this experiment, equal on every machine."""
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> str:
         tree = plain(self, leave_defaults_out=True)
         tree.pop("name", None)
         return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:10]

@@ -6,7 +6,7 @@ import math
 import types
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from flatmin.lab.errors import SpecError
 
@@ -68,29 +68,39 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     return [map_leaves(function, value) for value in tree] if isinstance(tree, list | tuple) else function(tree)
 
 
+class _Allowed(NamedTuple):
+    """What a field may hold: an instance of one of some classes, or one of some words."""
+
+    hint: Any
+    classes: tuple[type, ...]
+    words: tuple[object, ...]
+
+
+@functools.cache
+def _allowed(kind: Any) -> dict[str, _Allowed]:
+    allowed = {}
+    for name, hint in _hints(kind).items():
+        options = get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        classes = tuple(option for option in options if get_origin(option) is not Literal)
+        words = tuple(word for option in options if get_origin(option) is Literal for word in get_args(option))
+        allowed[name] = _Allowed(hint, classes, words)
+    return allowed
+
+
 def conform(spec: Any) -> None:
     """Check the type of every field; 1 becomes 1.0 where a float is meant: both are one run."""
     kind: Any = type(spec)
-    for name, hint in _hints(kind).items():
+    for name, (hint, classes, words) in _allowed(kind).items():
         value = getattr(spec, name)
-        if hint is float or (float in get_args(hint)):
+        if float in classes:
             if isinstance(value, int) and not isinstance(value, bool):
                 value = float(value)
                 object.__setattr__(spec, name, value)
             if isinstance(value, float) and math.isnan(value):
                 raise field_error(spec, name, "a number")
-        if not _is_a(value, hint):
+        is_allowed = isinstance(value, classes) and (bool in classes or not isinstance(value, bool))
+        if not is_allowed and value not in words:
             raise field_error(spec, name, _describe(hint))
-
-
-def _is_a(value: object, hint: Any) -> bool:
-    if get_origin(hint) is Literal:
-        return value in get_args(hint)
-    if isinstance(hint, types.UnionType):
-        return any(_is_a(value, option) for option in get_args(hint))
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, hint)
 
 
 def _describe(hint: Any) -> str:

@@ -25,7 +25,7 @@ UNKNOWN_SOURCE = (
 
 @dataclass(frozen=True)
 class PassCheck:
-    """What :func:`check_pass` found. True if the pass is repeatable; ``print`` it for the whole answer."""
+    """What :func:`flatmin.check_pass` found. True if the pass is repeatable; ``print`` it for the whole answer."""
 
     differences: tuple[str, ...]
     """What differs between two runs from the same start: the loss, the gradients."""
