@@ -1,6 +1,6 @@
-"""The first screen of a report: totals without repetition, and the largest effects in a sentence each."""
+"""The first screen of a report: totals without repetition, and an effect of each condition in a sentence."""
 
-from flatmin.lab.report.answer import MOST_SENTENCES, answer
+from flatmin.lab.report.answer import LEAD, answer
 from flatmin.lab.runs.record import RunRecord
 from flatmin.lab.spec.experiment import Experiment, Optim
 from flatmin.lab.studies.findings import Comparison, Findings, Verdict
@@ -54,21 +54,28 @@ def test_totals_count_a_claim_of_the_paper_once():
     assert told["sentences"][0].endswith("per step (ours).")
 
 
-def test_what_cannot_tell_is_no_effect():
+def test_an_effect_that_is_not_significant_is_told_as_such_and_what_is_not_a_test_is_not_told():
     told = answer(
         [findings("table1", verdict("inconclusive", -2.0), verdict("not tested at this scale", -9.0))], RECORDS
     )
-    assert told["sentences"] == []
+    assert told["sentences"] == [
+        "40 %: SAM lowers the test error by 2.0 ± 0.7 points vs. SGD (n = 5, p < 0.001; not significant), "
+        "at 2 passes per step."
+    ]
     assert " in 0 of the 1 comparisons " in told["headline"]
     assert told["tally"] == [("inconclusive", 1), ("not tested at this scale", 1)]
 
 
-def test_of_many_effects_the_largest_are_told_and_it_says_so():
-    many = findings("table1", *(verdict("reproduced", -float(size), f"{size} epochs") for size in range(1, 9)))
-    told = answer([many], RECORDS)
-    assert len(told["sentences"]) == MOST_SENTENCES
-    assert told["sentences"][0].startswith("8 epochs: SAM lowers the test error by 8.0 ± 0.7")
-    assert told["lead"] == "The 6 largest of 8 effects:"
+def test_of_each_condition_the_largest_effect_is_told_in_the_order_of_the_page():
+    small, large, opposite = (verdict("reproduced", mean, "20 %") for mean in (-1.0, -3.0, 2.0))
+    other = verdict("inconclusive", 0.5, "40 %")
+    told = answer([findings("table1", small, large, opposite, other), findings("table2", small)], RECORDS)
+    assert [sentence.partition(" points")[0] for sentence in told["sentences"]] == [
+        "Table 4, 20 %: SAM lowers the test error by 3.0 ± 0.7",
+        "Table 4, 40 %: SAM raises the test error by 0.5 ± 0.7",
+        "Table 4, 20 %: SAM lowers the test error by 1.0 ± 0.7",
+    ]
+    assert told["lead"] == LEAD
 
 
 def test_without_verdicts_there_is_nothing_to_answer():

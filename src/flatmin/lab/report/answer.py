@@ -14,7 +14,8 @@ REPEATED = ("error-reduction", "rho-0.05")
 """Items that repeat comparisons of other items: their verdicts are not counted in the totals."""
 OURS = " (ours)"
 LOWER = " has a lower test error than "
-MOST_SENTENCES = 6
+TESTS = ("reproduced", "not reproduced", "inconclusive")
+LEAD = "In each condition the largest effect on the test error, significant or not:"
 HOW_SURE = (
     "± is half of a 95 % confidence interval over n pairs of runs with the same seed; p is after Holm's correction. A "
     "step without SAM costs 1 pass."
@@ -22,24 +23,41 @@ HOW_SURE = (
 
 
 def answer(findings: Sequence[Findings], records: dict[str, RunRecord]) -> dict[str, Any]:
-    """Return the verdicts by status, each claim counted once, and the strongest comparisons in a sentence each."""
+    """Return the verdicts by status, each claim counted once, and the largest effect in each condition in a sentence.
+
+    Effects are told whether they are significant or not: a choice among them would be one of those that look well.
+    """
     counted = [(one, verdict) for one in findings if one.item not in REPEATED for verdict in one.verdicts]
     papers = [verdict for _, verdict in counted if not verdict.claim.endswith(OURS)]
     counts = Counter(verdict.status for verdict in papers)
     tests = Counter(verdict.status for verdict in papers if _is_of_sam(verdict))
-    told = [
-        (-abs(verdict.comparisons[0].difference.mean), _sentence(one, verdict, records, len(findings) > 1))
-        for one, verdict in counted
-        if verdict.status == "kept" or (verdict.status in ("reproduced", "not reproduced") and _is_of_sam(verdict))
-    ]
-    strongest = [sentence for _, sentence in sorted(told)[:MOST_SENTENCES]]
+    largest: dict[tuple[str, str], tuple[Findings, Verdict]] = {}
+    for one, verdict in counted:
+        if verdict.status == "kept":  # claims of our own, each with an effect that it names
+            largest[one.item, verdict.claim] = one, verdict
+        elif verdict.status in TESTS and _is_of_sam(verdict):
+            where = one.item, _condition(verdict)
+            if where not in largest or _size(verdict) > _size(largest[where][1]):
+                largest[where] = one, verdict
+    sentences = [_sentence(one, verdict, records, len(findings) > 1) for one, verdict in largest.values()]
+    is_choice = any(_is_of_sam(verdict) for _, verdict in largest.values()) and len(sentences) > 1
     return {
         "tally": [(status, counts[status]) for status in get_args(VerdictStatus) if counts[status]],
         "headline": _headline(tests),
-        "lead": f"The {MOST_SENTENCES} largest of {len(told)} effects:" if len(told) > MOST_SENTENCES else "",
-        "sentences": strongest,
+        "lead": LEAD if is_choice else "",
+        "sentences": sentences,
         "how_sure": HOW_SURE,
     }
+
+
+def _condition(verdict: Verdict) -> str:
+    """Return what a claim says before it names its method."""
+    method, _, _ = verdict.comparisons[0].name.partition(" - ")
+    return verdict.claim.partition(f"{method}{LOWER}")[0].rstrip(":, ")
+
+
+def _size(verdict: Verdict) -> float:
+    return abs(verdict.comparisons[0].difference.mean)
 
 
 def _is_of_sam(verdict: Verdict) -> bool:
@@ -61,15 +79,16 @@ def _headline(tests: Counter[VerdictStatus]) -> str:
 def _sentence(one: Findings, verdict: Verdict, records: dict[str, RunRecord], several_items: bool) -> str:
     """Return what a method does to the test error, what its steps cost, and how sure that is."""
     compared = verdict.comparisons[0]
-    sure = f"(n = {compared.num_pairs}, {p_text(compared.p_holm)})"
+    decided = "; not significant" if verdict.status == "inconclusive" else ""
+    sure = f"(n = {compared.num_pairs}, {p_text(compared.p_holm)}{decided})"
     if verdict.status == "kept":  # such a claim has its cost in it
         return f"{verdict.claim.removesuffix('.')} {sure}."
     method, baseline = compared.name.split(" - ", 1)
-    condition = verdict.claim.partition(f"{method}{LOWER}")[0].rstrip(":, ")
-    where = f"{one.place}, {condition}" if several_items else condition
+    where = ", ".join(filter(None, (one.place if several_items else "", _condition(verdict))))
+    where += ": " if where else ""
     difference = Interval(abs(compared.difference.mean), compared.difference.half_width)
     does = "lowers" if compared.difference.mean < 0 else "raises"
-    said = f"{where}: {method} {does} the test error by {interval_text(difference)} points vs. {baseline} {sure}"
+    said = f"{where}{method} {does} the test error by {interval_text(difference)} points vs. {baseline} {sure}"
     experiment = records[compared.runs[-1]].experiment  # the method's runs follow the baseline's
     cost = "" if experiment is None else f", at {passes_per_step(experiment):g} passes per step"
     return f"{said}{cost}{OURS if verdict.claim.endswith(OURS) else ''}."

@@ -154,17 +154,15 @@ def _forest_groups(claims: Sequence[tuple[Findings, Verdict]], several_items: bo
     ]
     conditions = Counter((one.item, condition_of(verdict)) for one, verdict, *_ in rows)
     shared = {item for (item, condition), count in conditions.items() if condition and count > 1}
-    groups: list[tuple[str, list[Any]]] = []
+    groups: dict[str, list[Any]] = {}
     for one, verdict, comparison, effect, number in rows:
         condition = condition_of(verdict)
         in_heading = condition if one.item in shared else ""
-        item = one.item if one.place == one.item else f"{one.place} \N{MIDDLE DOT} {one.item}"
-        heading = ": ".join(filter(None, (item if several_items else "", in_heading)))
-        if not groups or groups[-1][0] != heading:
-            groups.append((heading, []))
+        heading = ": ".join(filter(None, (one.place if several_items else "", in_heading)))
         where = f"{condition}: " if condition and not in_heading else ""
-        groups[-1][1].append((number + where + short_claim(comparison, condition), verdict.status, effect))
-    return groups
+        label = number + where + short_claim(comparison, condition)
+        groups.setdefault(heading, []).append((label, verdict.status, effect))
+    return list(groups.items())
 
 
 def condition_of(verdict: Verdict) -> str:
