@@ -11,6 +11,7 @@ import math
 import re
 import sys
 from collections import Counter
+from datetime import datetime
 from pathlib import Path
 
 from recompute.figures import check_figures, front, reductions
@@ -254,11 +255,13 @@ def check_notes(item, items):
             item.tally.number("power", where, match[2], detectable(float(match[3]), int(match[1])), 2)
         elif line in registered:
             item.tally.same("registered text", where, line, line, numbers)
-        elif match := re.match(
-            r"The plan was registered before the first run \(commit (\w+)\): (\d+) comparisons", line
-        ):
-            item.tally.same("registered text", where, item.study.about["plans"][item.name][:10], match[1])
-            item.tally.same("size of a family", where, int(match[2]), len(plan["comparisons"]))
+        elif match := re.match(r"The plan was registered (.*) \(commit (\w+)\): (\d+) comparisons", line):
+            about = item.study.about["plans"][item.name]
+            item.tally.same("registered text", where, about["commit"][:10], match[2])
+            item.tally.same("size of a family", where, int(match[3]), len(plan["comparisons"]))
+            begun = item.study.begun(item.planned, datetime.fromisoformat(about["date"]))
+            early = f"when {begun} of its {item.study.asked(item.planned)[0]} runs had begun"
+            item.tally.same("counts", where, match[1], early if begun else "before the first run", 2 * bool(begun))
         elif match := re.match(r"(\d+) of (\d+) runs are missing", line):
             asked, absent = item.study.asked(item.planned)
             item.tally.same("missing runs", where, (int(match[1]), int(match[2])), (absent, asked), 2)

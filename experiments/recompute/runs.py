@@ -9,6 +9,7 @@ import json
 import math
 import re
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cache
 
 import numpy as np
@@ -115,6 +116,13 @@ class Study:
         """Return how many runs the groups of a plan ask for, and how many of these do not exist."""
         wanted = set().union(*(group.wanted for group in planned.values()))
         return len(wanted), sum(seed not in self.by_spec.get(spec, {}) for spec, seed in wanted)
+
+    def begun(self, planned, time):
+        """Return how many of the runs that the groups ask for had begun at a time."""
+        wanted = set().union(*(group.wanted for group in planned.values()))
+        names = [self.by_spec[spec][seed] for spec, seed in wanted if seed in self.by_spec.get(spec, {})]
+        starts = [run["sessions"][0]["started"] for run in map(self.runs.get, names) if run.get("sessions")]
+        return sum(datetime.fromisoformat(start) < time for start in starts)
 
     def _with_chosen_rates(self, groups):
         """Return groups with the learning rate that SGD chose, which no plan can know, in all of its condition."""

@@ -7,8 +7,9 @@ from recompute.comparisons import AGAINST, CLAIM, NO_PAIR, OVER_PAIRS, P_VALUE, 
 from recompute.figures import reductions
 from recompute.page import interval
 from recompute.rule import check_rule_verdict
-from recompute.runs import SIGNIFICANT, factor, facts, optim, sign_test, without_sam
+from recompute.runs import SIGNIFICANT, factor, facts, holm, optim, sign_test, without_sam
 from recompute.zoo import check_verdict
+from scipy import stats
 
 GATE, NOISY_GATE = 2.0, 5.0
 """The largest training error, in %, with which a baseline counts; the second with noisy labels, as given."""
@@ -289,7 +290,10 @@ def _noise(item, evidence, where):
     runs = {r["name"]: r for e in item.entries for r in e.runs}.values()
     effects = [facts(run, "noise")[scale] for run in runs for scale in ("stated", "proof")]
     match = re.search(r"in (\d+) of (\d+) measurements .* by at most ([\d.]+) in any; 0.001 counts", evidence)
-    falls = sum(e["rise"] + e["half_width"] < 0 for e in effects)
+    # The p-value whose interval of confidence 1 - p ends at 0.
+    lengths = [abs(e["rise"]) / e["half_width"] * stats.t.ppf(0.975, e["num_draws"] - 1) for e in effects]
+    p_values = [2 * stats.t.sf(t, e["num_draws"] - 1) for t, e in zip(lengths, effects, strict=True)]
+    falls = sum(e["rise"] < 0 and p < SIGNIFICANT for e, p in zip(effects, holm(p_values), strict=True))
     lowest = min(e["rise"] - e["half_width"] for e in effects)
     item.tally.same("noise", where, (int(match[1]), int(match[2])), (falls, len(effects)), 2)
     item.tally.number("noise", where, match[3], max(0.0, -lowest), 2)

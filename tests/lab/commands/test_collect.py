@@ -8,6 +8,7 @@ import pytest
 import report_cases
 from cli_cases import run
 from flatmin.lab.commands.report import ITEMS
+from flatmin.lab.runs.json_files import write_json
 from flatmin.lab.runs.record import read_records
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
 from flatmin.lab.studies.findings import Findings, LineFigure, Series
@@ -94,6 +95,27 @@ def test_complete_runs_that_items_ask_for_are_kept_and_others_go(tmp_path, resul
     assert {path.name for path in results.iterdir()} == {
         *("runs.jsonl", "environments.json", "study.json", "report.md", "figures")
     }
+
+
+@pytest.mark.usefixtures("item")
+def test_what_was_measured_and_the_curves_stay_if_a_run_comes_again_and_another_result_is_told(
+    tmp_path, results, commit, capsys
+):
+    def write(runs, error=20.0, **measured):
+        report_cases.write_run(runs, START, 0, error, sessions=[{"commit": commit}])
+        for name, value in measured.items():
+            (runs / NAMES[0] / "measures").mkdir(exist_ok=True)
+            write_json(runs / NAMES[0] / "measures" / f"{name}.json", {"value": value})
+        code, out, err = run(capsys, "collect", str(runs), str(results), "--items", "mine")
+        assert (code, err) == (0, "")
+        record = read_records(results)[NAMES[0]]
+        return record.measured, len(record.history), f"{NAMES[0]} replaces an earlier run" in " ".join(out.split())
+
+    assert write(tmp_path / "first", a=1.5, b=2.5) == ({"a": {"value": 1.5}, "b": {"value": 2.5}}, 4, False)
+    both = {"a": {"value": 1.5}, "b": {"value": 3.5}}
+    assert write(tmp_path / "second", b=3.5) == (both, 4, False)
+    assert write(tmp_path / "third") == (both, 4, False)
+    assert write(tmp_path / "fourth", error=21.0) == ({}, 4, True)
 
 
 @pytest.mark.usefixtures("item")

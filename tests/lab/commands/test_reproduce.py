@@ -11,7 +11,7 @@ import sweep_process
 from flatmin.cli import main
 from flatmin.lab.commands import report, reproduce
 from flatmin.lab.commands.reproduce import gpu_hours, train_flags
-from flatmin.lab.errors import DataError, ModelError
+from flatmin.lab.errors import DataError, ModelError, StorageError
 from flatmin.lab.foret2021.items import ITEMS
 from flatmin.lab.foret2021.scales import smoke
 from flatmin.lab.models.build import build_model
@@ -22,7 +22,7 @@ from flatmin.lab.studies.findings import Findings
 from flatmin.lab.studies.study import Item, describe, planned_jobs
 from flatmin.lab.sweeps import jobs as inputs_module
 from flatmin.lab.sweeps import sweep
-from flatmin.lab.sweeps.jobs import Job, missing_inputs
+from flatmin.lab.sweeps.jobs import Job, missing_inputs, run_job, status_of_error
 
 pytestmark = pytest.mark.usefixtures("nothing_outside")
 
@@ -104,6 +104,24 @@ def test_of_several_items_those_that_can_run_do_and_the_others_are_told(tmp_path
     # Of what is finished nothing is needed any more.
     assert main(["reproduce", "flowers", "quick", "--only", "/0", *command[2:]]) == 0
     assert "1 run is missing." in plain(capsys)
+
+
+def test_a_page_has_what_was_finished_before_a_disk_was_full(tmp_path, monkeypatch, capsys):
+    made = item("two", replace(QUICK, epochs=QUICK.epochs + 1), QUICK)  # the longer one begins
+    for module, name in ((report, "ITEMS"), (reproduce, "ITEMS")):
+        monkeypatch.setattr(module, name, {"two": made})
+    second = made.jobs("smoke", Records())["two"][1].name
+
+    def full(job, *others, run=run_job, **more):
+        full_disk = status_of_error(StorageError("No space left on device"))
+        return full_disk if job.name == second else run(job, *others, **more)
+
+    monkeypatch.setattr(sweep, "run_job", full)
+    assert main(["reproduce", "two", "--scale", "smoke", "--runs", "runs", "--processes", "1"]) != 0
+    said = plain(capsys)
+    assert "No space left on device" in said
+    page = (tmp_path / "runs/report-smoke/report.md").read_text()
+    assert "1 run of this item is missing" in page
 
 
 @pytest.mark.usefixtures("items")

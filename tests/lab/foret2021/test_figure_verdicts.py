@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from flatmin.lab.foret2021.figures.bound import NOISE_SCALES, TERMS
 from flatmin.lab.foret2021.items import ITEMS
 from flatmin.lab.studies.conditions import TUNING_SEED
 from flatmin.lab.studies.findings import Comparison
@@ -267,6 +268,30 @@ def with_test_error(error):
 def test_a_change_that_noise_may_hide_is_neither_shown_nor_excluded():
     loud = with_test_error(lambda job: 0.15 + 0.05 * ((3 * job.seed + job.experiment.optim.ascent_steps) % 5 - 2))
     assert found_in("inner-steps", loud).verdicts[0].status == "inconclusive"
+
+
+@pytest.mark.parametrize(
+    ("falls", "held"),
+    [
+        ({}, "reproduced"),
+        ({0: 1.2}, "inconclusive"),  # one of 20 intervals ends below 0, as one of 20 does by chance
+        ({0: 3.0}, "not reproduced"),
+        ({0: -3.0}, "reproduced"),
+    ],
+)
+def test_noise_lowers_the_error_only_if_it_does_after_holms_correction(falls, held):
+    def facts(job, measurement):
+        if measurement.kind != "noise":
+            return dict.fromkeys(("vacuous", *TERMS.values()), 1.0)
+        width = 0.0005
+        deviations = [falls.get(job.seed, 0.0) if scale == "proof" and rho_of(job) else 0.0 for scale in NOISE_SCALES]
+        return {
+            scale: {"rise": -width * deviation, "half_width": width, "num_draws": 20}
+            for scale, deviation in zip(NOISE_SCALES, deviations, strict=True)
+        }
+
+    verdict = found_in("bound", tuned, facts).verdicts[1]
+    assert (verdict.status, len(found_in("bound", tuned, facts).verdicts)) == (held, 2)
 
 
 def test_on_cifar100_several_steps_must_be_better_than_one():

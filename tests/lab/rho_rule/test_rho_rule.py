@@ -53,8 +53,8 @@ def test_the_conditions_of_the_tables_share_their_runs_and_two_are_not_images_wi
     models = {job.experiment.model.name for job in jobs.values()}
     assert models == {"wrn-10-2", "char-transformer-2-64", "mlp-2-256"}
     assert all(job.experiment.optim.m == 16 for job in jobs.values() if job.experiment.optim.uses_sam)
-    noisy = {job.experiment.data.label_noise: job.experiment.data.augment for job in jobs.values()}
-    assert noisy == {0.0: "none", 0.4: "none", 0.8: "none"} | {0.4: noisy[0.4]}
+    noisy = {(job.experiment.data.label_noise, job.experiment.data.augment) for job in jobs.values()}
+    assert noisy == {(0.0, "none"), (0.0, "basic"), (0.4, "none"), (0.4, "basic"), (0.8, "none")}
 
 
 def test_every_condition_has_the_suggestion_the_default_and_the_tuned_radius():

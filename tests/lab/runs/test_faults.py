@@ -5,6 +5,7 @@ import hashlib
 import json
 import shutil
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from flatmin.lab.runs.checkpoint import (
     save_epoch_weights,
 )
 from flatmin.lab.runs.directory import last_metrics, read_result, run_directories
-from flatmin.lab.runs.json_files import read_json, write_json
+from flatmin.lab.runs.json_files import read_json, write_atomic, write_json
 from flatmin.lab.runs.record import read_record
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
 from flatmin.lab.sweeps.measurements import Bound, measure_run
@@ -450,6 +451,14 @@ def test_json_files_have_no_nan_and_prove_themselves(tmp_path):
     (tmp_path / "a.json").write_text((tmp_path / "a.json").read_text().replace("0.1", "0.2"))
     with pytest.raises(CorruptFileError, match="its checksum differs"):
         read_json(tmp_path / "a.json")
+
+
+def test_several_writers_of_one_file_are_not_in_each_others_way(tmp_path):
+    contents = [bytes([number]) * 100_000 for number in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda content: [write_atomic(tmp_path / "a.json", content) for _ in range(25)], contents))
+    assert (tmp_path / "a.json").read_bytes() in contents
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_test_loss_that_is_not_finite_is_null_in_every_file(tmp_path, monkeypatch):

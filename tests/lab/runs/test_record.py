@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from flatmin.lab.errors import CorruptFileError
+from flatmin.lab.runs import record as record_module
 from flatmin.lab.runs.record import PlannedRecords, Records, RunRecord, read_records, write_records
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
 
@@ -60,6 +61,29 @@ def test_spec_and_metrics_are_exact_measurements_have_seven_digits_and_of_curves
     assert found[other.name].history == HISTORY[-1:]
     assert found[asked.name].metrics == found[other.name].metrics == HISTORY[-1]
     assert found[asked.name].measured == {"m": {"x": [3.141593]}}
+
+
+def test_an_experiment_of_defaults_is_read_back(tmp_path):
+    assert written(tmp_path, run(0, Experiment()))[Experiment().run_name(0)].experiment == Experiment()
+
+
+def test_a_kill_between_both_files_leaves_each_run_its_own_code(tmp_path, monkeypatch):
+    commits = {record.name: record.sessions[0]["commit"] for record in (run(5), run(6))}
+    write_records(tmp_path, [run(5), run(6)], {})
+    newer = [run(seed, sessions=[SESSION | {"commit": f"new{seed}"}]) for seed in (0, 5)]
+
+    def killed(path, content, write=record_module.write_atomic):
+        if len(files := [*files_written, path.name]) > 1:
+            raise KeyboardInterrupt
+        files_written[:] = files
+        write(path, content)
+
+    files_written = []
+    monkeypatch.setattr(record_module, "write_atomic", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write_records(tmp_path, newer, {})
+    found = read_records(tmp_path)
+    assert {name: record.sessions[0]["commit"] for name, record in found.items()} == commits
 
 
 def test_no_absolute_path_is_written(tmp_path):

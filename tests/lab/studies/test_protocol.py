@@ -2,11 +2,12 @@
 
 import json
 import subprocess
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
+from flatmin.lab.commands.collect import registrations
 from flatmin.lab.commands.report import ITEMS
 from flatmin.lab.errors import SpecError
 from flatmin.lab.foret2021 import protocol
@@ -16,7 +17,16 @@ from flatmin.lab.studies.condition_tables import condition_tables
 from flatmin.lab.studies.conditions import Condition, best_candidate, condition_jobs, condition_results, tuning_job
 from flatmin.lab.studies.findings import Findings, Verdict
 from flatmin.lab.studies.printed import Claims
-from flatmin.lab.studies.registered_plan import PLAN_FILE, Change, differences, plan_of, read_plan, register
+from flatmin.lab.studies.registered_plan import (
+    PLAN_FILE,
+    Change,
+    Registration,
+    differences,
+    plan_of,
+    read_plan,
+    register,
+    with_plan,
+)
 from flatmin.lab.studies.study import Item, describe, planned_jobs, run_study
 from flatmin.lab.sweeps.jobs import Job
 from flatmin.lab.sweeps.measurements import Sharpness
@@ -160,6 +170,22 @@ def test_differences_between_plan_and_runs_are_found():
     assert lines[-1].endswith("runs are missing.")
 
 
+@pytest.mark.parametrize(
+    ("time", "said"), [("11:00", "before the first run"), ("13:15", "when 4 of its 30 runs had begun")]
+)
+def test_a_page_says_when_its_plan_was_registered(time, said, tmp_path):
+    known = runs()
+    times = {0: "12:00:00+00:00", 1: "14:30:00+02:00"}  # the second is half an hour later
+    for name, record in known.items():
+        known[name] = replace(record, sessions=[{"started": f"2026-01-01T{times.get(record.seed, times[1])}"}])
+    register(tmp_path, {"item": plan_of(study(), "laptop")}, [])
+    registration = Registration("0123456789abcdef", f"2026-01-01T{time}:00+01:00")
+    findings = with_plan(describe(study(), "laptop", known), study(), known, tmp_path, {"item": registration})
+    assert findings.notes[0] == f"The plan was registered {said} (commit 0123456789): 6 comparisons."
+    alone = with_plan(describe(study(), "laptop", known), study(), known, tmp_path, {})
+    assert alone.notes[0] == "The plan is in no commit: 6 comparisons."
+
+
 STUDIES = [path.parent for path in sorted((ROOT / "results").glob(f"*/{PLAN_FILE}"))]
 
 
@@ -172,6 +198,15 @@ def test_the_code_is_what_the_registered_plan_says(study, name):
 
 def _git(*words):
     return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_pages_name_the_commit_that_registered_each_plan(study):
+    if not _git("log", "-1", "--format=%H", "--", str(study)) or (ROOT / ".git/shallow").exists():
+        pytest.skip("not a whole clone")
+    plans = json.loads((study / "study.json").read_text())["plans"]
+    assert plans == {name: asdict(when) for name, when in registrations(study).items()}
+    assert plans.keys() == read_plan(study)[0].keys()
 
 
 @pytest.mark.parametrize("study", STUDIES)

@@ -1,5 +1,6 @@
 """The order of jobs and what follows from how they end; the files of runs on nodes without the directory of runs."""
 
+import errno
 import json
 import os
 import signal
@@ -229,6 +230,22 @@ def test_files_are_sent_while_a_job_runs(tmp_path):
     (tmp_path / "file").write_bytes(b"1")
     sender._run()
     assert events == [run_files.SEND_SECONDS, ["file"], run_files.SEND_SECONDS]
+
+
+def test_what_could_not_be_sent_is_sent_the_next_time(tmp_path):
+    """A disk that is full for a moment costs nothing."""
+    sent, looks = [], []
+
+    def send(files, removed):
+        if len(looks) < 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sent.append(files)
+
+    sender = FileSender(tmp_path, send)
+    sender._ended.wait = lambda seconds: looks.append(seconds) or len(looks) > 3
+    (tmp_path / "file").write_bytes(b"1")
+    sender._run()
+    assert (sent, sender.error) == ([{"file": b"1"}], None)
 
 
 def test_a_run_moves_to_another_node_when_its_node_dies(tmp_path):

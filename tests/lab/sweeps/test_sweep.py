@@ -393,6 +393,12 @@ def test_the_table_shows_replicas_epochs_failures_and_the_time_left(tmp_path, mo
     assert "it broke" in text
 
 
+def test_a_model_that_is_measured_as_it_is_has_no_epochs_to_wait_for(tmp_path):
+    pretrained = replace(tiny(), model=Model(name="cnn-2", checkpoint="weights.pth"), epochs=0)
+    job = Job(experiment=pretrained)
+    assert SweepProgress({job.name: job}, tmp_path, None, "").seconds_left() is None
+
+
 def test_a_table_with_more_lines_than_the_terminal_shows_what_is_running(tmp_path):
     jobs = {job.name: job for job in (Job(experiment=tiny(lr=0.01 * (i + 1))) for i in range(30))}
     console = Console(record=True, width=100, height=12, force_terminal=True)

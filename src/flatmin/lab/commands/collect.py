@@ -4,7 +4,7 @@ import json
 import shutil
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +15,7 @@ from flatmin.lab.commands.report import STUDY_FILE, described, items_named, read
 from flatmin.lab.errors import RunError, SpecError
 from flatmin.lab.runs.json_files import storing, write_atomic
 from flatmin.lab.runs.record import Records, RunRecord, all_records, write_records
-from flatmin.lab.studies.registered_plan import PLAN_FILE, read_plan
+from flatmin.lab.studies.registered_plan import PLAN_FILE, Registration, read_plan
 from flatmin.lab.studies.study import Scale, planned_jobs
 from flatmin.lab.sweeps.sweep import unite
 
@@ -48,7 +48,8 @@ class Collect:
             raise SpecError(f"Which items? {self.results / STUDY_FILE} does not exist: pass --items.")
         known, added = Records(self.results), all_records(self.runs)
         complete = {name: record for name, record in added.items() if record.is_complete}
-        known |= complete
+        replaced = [name for name, new in complete.items() if known[name].is_complete and not _agree(new, known[name])]
+        known |= {name: new if name in replaced else _merged(new, known[name]) for name, new in complete.items()}
         named = items_named(items)
         jobs = unite(job for item in named for job in planned_jobs(item, scale, known).values())
         self._check_code([record for name, record in complete.items() if name in jobs])
@@ -56,13 +57,15 @@ class Collect:
         with storing(self.results, "Choose another directory."):
             self.results.mkdir(parents=True, exist_ok=True)
         write_records(self.results, kept, {name: job.curves for name, job in jobs.items()})
-        plans = plan_commits(self.results)
+        plans = {name: asdict(when) for name, when in registrations(self.results).items()}
         study = {"items": items, "scale": scale, "title": title} | ({"plans": plans} if plans else {})
         write_atomic(self.results / STUDY_FILE, json.dumps(study, indent=1) + "\n")
         shutil.rmtree(self.results / "figures", ignore_errors=True)  # some may have other names now
         known = Records(self.results)
         found = described(named, scale, known, self.results)
         page = write_report(found, known=known, out=self.results, title=title, html=False)
+        for name in (name for name in replaced if name in jobs):
+            console.print(f"{name} replaces an earlier run with other results.", highlight=False)
         console.print(f"{len(kept)} of {len(jobs)} runs are in {self.results}. The report: {page}")
 
     def _check_code(self, records: Sequence[RunRecord]) -> None:
@@ -79,17 +82,26 @@ class Collect:
             )
 
 
-def plan_commits(results: Path) -> dict[str, str]:
-    """Return the commit that registered each item of RESULTS/plan.json: as known before, or from git."""
+def registrations(results: Path) -> dict[str, Registration]:
+    """Return the commit that registered each item of RESULTS/plan.json: from git; outside of it, what is known."""
     plans, _ = read_plan(results)
-    *_, commits = read_study(results)
-    for name in plans.keys() - commits.keys():
+    *_, found = read_study(results)
+    for name in plans:
         # The first commit that added the item's name to the file.
-        words = ("log", "--reverse", "--format=%H", f'-S"{name}": {{', "--", PLAN_FILE)
-        found = _git(results, *words).splitlines()
-        if found:
-            commits[name] = found[0]
-    return {name: commits[name] for name in plans if name in commits}
+        words = ("log", "--reverse", "--format=%H %cI", f'-S"{name}": {{', "--", PLAN_FILE)
+        if lines := _git(results, *words).splitlines():
+            found[name] = Registration(*lines[0].split())
+    return {name: found[name] for name in plans if name in found}
+
+
+def _agree(one: RunRecord, other: RunRecord) -> bool:
+    return (one.state, one.metrics) == (other.state, other.metrics)
+
+
+def _merged(new: RunRecord, old: RunRecord) -> RunRecord:
+    """Return a run with all that was measured of it, and the longer of its curves, where two say the same."""
+    history = max(new.history, old.history, key=len)
+    return replace(new, history=history, measured={**old.measured, **new.measured})
 
 
 def _is_known(commit: str, repository: Path) -> bool:

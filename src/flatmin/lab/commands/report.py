@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +17,7 @@ from flatmin.lab.rho_rule import RHO_RULE
 from flatmin.lab.runs.record import Records, all_records
 from flatmin.lab.spec.fields import did_you_mean
 from flatmin.lab.studies.findings import Findings
-from flatmin.lab.studies.registered_plan import with_plan
+from flatmin.lab.studies.registered_plan import Registration, with_plan
 from flatmin.lab.studies.study import SCALES, Item, Scale, describe
 
 STUDY_FILE = "study.json"
@@ -38,7 +38,7 @@ class Report:
     """The directory of the runs, or one with runs.jsonl (`flatmin collect`)."""
     out: Path | None = None
     """Where the page goes; RUNS/report-SCALE (or RUNS/report) if None."""
-    title: str = field(default="")
+    title: str = ""
     """The page's title."""
 
     def run(self, console: Console) -> None:
@@ -61,12 +61,12 @@ class Report:
 
 def described(items: Sequence[Item], scale: Scale, known: Records, results: Path) -> list[Findings]:
     """Return what items found, with their registered plans if RESULTS has any."""
-    *_, commits = read_study(results)
-    return [with_plan(describe(item, scale, known), item, known, results, commits) for item in items]
+    *_, registrations = read_study(results)
+    return [with_plan(describe(item, scale, known), item, known, results, registrations) for item in items]
 
 
-def read_study(results: Path) -> tuple[tuple[str, ...], Scale, str, dict[str, str]]:
-    """Return the items, the scale and the title that runs were collected for, and the commits of registered plans.
+def read_study(results: Path) -> tuple[tuple[str, ...], Scale, str, dict[str, Registration]]:
+    """Return the items, the scale and the title that runs were collected for, and when plans were registered.
 
     There are no items if the runs were not collected.
     """
@@ -75,11 +75,11 @@ def read_study(results: Path) -> tuple[tuple[str, ...], Scale, str, dict[str, st
         study = json.loads(file.read_bytes())
         if study["scale"] not in SCALES:
             raise ValueError(f"{study['scale']!r} is not a scale")
-        items, plans = tuple(map(str, study["items"])), dict(study.get("plans", {}))
-        return items, study["scale"], str(study["title"]), plans
+        plans = {name: Registration(**about) for name, about in study.get("plans", {}).items()}
+        return tuple(map(str, study["items"])), study["scale"], str(study["title"]), plans
     except FileNotFoundError:
         return (), "laptop", "", {}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptFileError(file, error, "Collect the runs again.") from None
 
 

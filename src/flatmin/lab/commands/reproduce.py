@@ -14,7 +14,7 @@ from rich.console import Console
 
 from flatmin.lab.commands.console import table
 from flatmin.lab.commands.report import ITEMS, items_named, print_verdicts, write_page
-from flatmin.lab.errors import DataError, InterruptedRun, ModelError, SpecError
+from flatmin.lab.errors import DataError, ModelError, SpecError
 from flatmin.lab.runs.record import Records, read_records
 from flatmin.lab.spec.experiment import Data, Experiment, Model
 from flatmin.lab.spec.fields import plain
@@ -103,7 +103,7 @@ class Reproduce(SweepSettings):
                         console.print(f"{item.name} is left out: {error}", highlight=False, markup=False)
                         continue
                     print_verdicts(describe(item, self.scale, known), console)
-        except InterruptedRun:
+        except Exception:
             known = self._records()  # with what the last sweep has finished
             raise
         finally:

@@ -54,9 +54,7 @@ NOTES = (
 ByMethod = Mapping[str, Replicas]
 
 
-def demo_experiment(
-    *, network: str, lr: float, rho: float, noise: float, epochs: int = EPOCHS, seed: int = 0
-) -> Experiment:
+def demo_experiment(*, network: str, lr: float, rho: float, noise: float, seed: int = 0) -> Experiment:
     """Return an experiment of the demo or of the sweep that tuned its settings.
 
     The subset, the validation split and the label noise depend on the seed: the seeds are independent replicas.
@@ -66,7 +64,7 @@ def demo_experiment(
         data=Data(train_size=TRAIN_SIZE, validation=VALIDATION, batch_size=BATCH_SIZE, label_noise=noise, seed=seed),
         model=Model(name=network),
         optim=Optim(lr=lr, rho=rho),
-        epochs=epochs,
+        epochs=EPOCHS,
         precision="float32",
     )
 

@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
-from flatmin.lab.studies.conditions import best_candidate, replica_seeds, tuning_job
-from flatmin.lab.studies.study import Known, Scale
+from flatmin.lab.studies.conditions import replica_seeds
+from flatmin.lab.studies.study import Scale
 from flatmin.lab.sweeps.jobs import Job
 from flatmin.lab.sweeps.measurements import Measurement
 
 LAPTOP_RHOS = (0.05, 0.1, 0.2, 0.5)
 """The upper part of the paper's grid: small models on few examples take a larger rho."""
-LAPTOP_LRS, LAPTOP_DECAYS = (0.05, 0.1), (5e-4, 1e-3)
 LAPTOP_M = 16
 
 LAPTOP = {
@@ -86,28 +85,11 @@ LAPTOP_RHO = 0.2
 LAPTOP_EPOCHS = LAPTOP_START.epochs
 NUM_CURVATURE_REPLICAS = 10
 TABLE8_REPLICAS = 3
-TUNED_RHOS = (0.05, 0.1, 0.2)
-"""What landscapes choose from, on a laptop."""
 
 
 def sam_rho(scale: Scale, paper: Experiment) -> float:
     """Return SAM's rho where the figure is not about it."""
     return paper.optim.rho_number if scale == "paper" else LAPTOP_RHO
-
-
-def tuned_rho(
-    known: Known, item: str, scale: Scale, paper: Experiment, sgd: Experiment
-) -> tuple[float | None, list[Job]]:
-    """Return SAM's rho and the runs that choose it: the paper's at its own scale, else the best on validation.
-
-    It is None while the runs are missing.
-    """
-    if scale == "paper":
-        return paper.optim.rho_number, []
-    candidates = [replace(sgd, name=f"{item}/SAM", optim=replace(sgd.optim, rho=rho)) for rho in TUNED_RHOS]
-    jobs = [tuning_job(e) for e in candidates]
-    best = best_candidate(candidates, [job.record(known) for job in jobs])
-    return None if best is None else best.optim.rho_number, jobs
 
 
 def curvature_seeds(scale: Scale) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -74,8 +75,8 @@ def read_file(path: Path) -> bytes:
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write a file that is complete or absent."""
-    temporary = path.with_suffix(TEMPORARY_SUFFIX)
+    """Write a file that is complete or absent; of several writers at the same time the last one counts."""
+    temporary = path.with_name(f"{path.stem}-{threading.get_native_id()}{TEMPORARY_SUFFIX}")
     try:
         with open_own(temporary, "wb") as file:
             file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)

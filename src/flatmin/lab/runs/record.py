@@ -161,8 +161,10 @@ def write_records(results: Path, records: Iterable[RunRecord], curves: dict[str,
     """Write RESULTS/runs.jsonl, one line per run, sorted by name, and the environments that the lines refer to.
 
     ``curves`` says by the names of runs which metrics to keep of every epoch; of the others the last epoch is kept.
+    Environments are only added to, and written first: so after a kill the lines of before still mean theirs.
     """
-    environments: dict[str, int] = {}
+    stored = json.loads((results / ENVIRONMENTS_FILE).read_bytes()) if (results / RUNS_FILE).exists() else []
+    environments = {json.dumps(environment): number for number, environment in enumerate(stored)}
     lines = []
     for record in sorted(records, key=lambda record: record.name):
         line: dict[str, Any] = {
@@ -187,15 +189,15 @@ def write_records(results: Path, records: Iterable[RunRecord], curves: dict[str,
             line["measured"] = map_leaves(_rounded, record.measured)
         kept = {key: finite(value) for key, value in line.items() if value not in ({}, [])}
         lines.append(json.dumps(kept, separators=(",", ":"), ensure_ascii=False) + "\n")
+    text = ",\n".join(environments)
+    write_atomic(results / ENVIRONMENTS_FILE, f"[\n{text}\n]\n")
     write_atomic(results / RUNS_FILE, "".join(lines))
-    stored = ",\n".join(environments)
-    write_atomic(results / ENVIRONMENTS_FILE, f"[\n{stored}\n]\n")
 
 
 def _record(line: dict[str, Any], environments: list[dict[str, Any]]) -> RunRecord:
     curves, metrics = line.get("curves", {}), line.get("metrics")
-    experiment: Experiment = build(Experiment, line["spec"], "")
-    if experiment.run_name(line["seed"]) != line["name"] and "\N{HORIZONTAL ELLIPSIS}" not in str(line["spec"]):
+    experiment: Experiment = build(Experiment, line.get("spec", {}), "")
+    if experiment.run_name(line["seed"]) != line["name"] and "\N{HORIZONTAL ELLIPSIS}" not in str(line.get("spec")):
         raise ValueError(f"the spec of {line['name']} belongs to another run")
     history = [dict(zip(curves, values, strict=True)) for values in zip(*curves.values(), strict=True)]
     return RunRecord(

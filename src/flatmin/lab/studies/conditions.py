@@ -112,6 +112,8 @@ class MethodResult:
     tried: Sequence[tuple[Experiment, RunRecord]]
     """The candidates and what came of the runs that choose among them; empty where there was no choice."""
     replicas: Replicas
+    base: "MethodResult | None" = None
+    """What came of the method whose settings it takes over."""
 
     def values(self, name: str) -> dict[int, float]:
         """Return a metric by seed, in the unit of `unit_of`."""
@@ -141,7 +143,9 @@ class MethodResult:
             return None
         at_edge = edges(self.chosen, [e for e, _ in self.tried])
         names = {"rho": "rho", "lr": "learning rate", "weight_decay": "weight decay"}
-        return f"{self.method.name}'s {names[at_edge[0][0]]} is at the edge of its grid" if at_edge else None
+        if at_edge:
+            return f"{self.method.name}'s {names[at_edge[0][0]]} is at the edge of its grid"
+        return None if self.base is None else self.base.gate_note
 
     @property
     def unfit_note(self) -> str | None:
@@ -210,11 +214,12 @@ def condition_results(
     """Return what is known of each method in each condition."""
     results: list[MethodResult] = []
     for condition in conditions:
-        chosen: dict[str | None, Experiment | None] = {None: condition.start}
+        own: dict[str, MethodResult] = {}
         for method in condition.methods:  # each comes later than the one it is a variant of
-            base = chosen[method.after]
+            base = None if method.after is None else own[method.after]
+            start = condition.start if base is None else base.chosen
             name = "/".join((item, *condition.labels, condition.column, method.name))
-            options = [] if base is None else [replace(e, name=name) for e in method.candidates(base)]
+            options = [] if start is None else [replace(e, name=name) for e in method.candidates(start)]
             best, tried = options[0] if options else None, []
             num_rounds = 1 + MAX_EXTENSIONS * method.extends if len(options) > 1 else 0
             for _ in range(num_rounds):
@@ -223,12 +228,17 @@ def condition_results(
                 if best is None or any(record.state == "planned" for _, record in tried):
                     break
                 options += beyond(best, options) if method.extends else []
-            chosen[method.name] = best
             jobs = [] if best is None else [Job(experiment=best, seed=seed) for seed in seeds]
             replicas = Replicas(method.name, [job.record(known) for job in jobs])
-            results.append(
-                MethodResult(condition=condition, method=method, chosen=best, tried=tried, replicas=replicas)
+            own[method.name] = MethodResult(
+                condition=condition,
+                method=method,
+                chosen=best,
+                tried=tried,
+                replicas=replicas,
+                base=base,
             )
+        results += own.values()
     return results
 
 

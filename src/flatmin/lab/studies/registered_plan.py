@@ -7,12 +7,13 @@ that says when, what, why, and what was known by then; the page lists them, with
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from flatmin.lab.errors import CorruptFileError, SpecError
 from flatmin.lab.runs.json_files import write_atomic
-from flatmin.lab.runs.record import PlannedRecords, Records
+from flatmin.lab.runs.record import PlannedRecords, Records, RunRecord
 from flatmin.lab.spec.fields import plain
 from flatmin.lab.studies.cost import cost
 from flatmin.lab.studies.findings import Findings
@@ -32,6 +33,15 @@ class Change:
     why: str
     known: str
     """What was known of the results by then."""
+
+
+@dataclass(frozen=True)
+class Registration:
+    """The commit that added an item's plan."""
+
+    commit: str
+    date: str
+    """When, as ISO 8601 with its time zone."""
 
 
 def plan_of(item: Item, scale: Scale) -> dict[str, Any]:
@@ -100,15 +110,17 @@ def register(results: Path, plans: Mapping[str, dict[str, Any]], changes: Sequen
     return [*new, *changed]
 
 
-def with_plan(findings: Findings, item: Item, known: Known, results: Path, commits: Mapping[str, str]) -> Findings:
+def with_plan(
+    findings: Findings, item: Item, known: Known, results: Path, registrations: Mapping[str, Registration]
+) -> Findings:
     """Return findings that say when their plan was registered, what was changed since, and what differs from it."""
     plans, changes = read_plan(results)
     if item.name not in plans:
         return findings
     scale: Any = findings.scale
-    commit = f" (commit {commits[item.name][:10]})" if item.name in commits else ""
+    when = _when(registrations.get(item.name), [known[name] for name in planned_jobs(item, scale, known)])
     lines = [
-        f"The plan was registered before the first run{commit}: {len(plans[item.name]['comparisons'])} comparisons.",
+        f"The plan {when}: {len(plans[item.name]['comparisons'])} comparisons.",
         *plans[item.name]["rules"],
         *(
             f"Changed on {c.date}: {c.what} Why: {c.why} Known by then: {c.known}"
@@ -120,6 +132,16 @@ def with_plan(findings: Findings, item: Item, known: Known, results: Path, commi
     return replace(findings, notes=[*lines, *findings.notes])
 
 
+def _when(registration: Registration | None, records: Sequence[RunRecord]) -> str:
+    """Return when a plan was registered, by the runs that had begun by then."""
+    if registration is None:
+        return "is in no commit"
+    begun = [record.sessions[0]["started"] for record in records if record.sessions]
+    early = sum(datetime.fromisoformat(time) < datetime.fromisoformat(registration.date) for time in begun)
+    before = f"when {early} of its {len(records)} runs had begun" if early else "before the first run"
+    return f"was registered {before} (commit {registration.commit[:10]})"
+
+
 def differences(item: Item, scale: Scale, known: Known, registered: Mapping[str, Any]) -> list[str]:
     """Return how what was run differs from the registered plan, in sentences; nothing if it does not."""
     now = plan_of(item, scale)
@@ -127,7 +149,7 @@ def differences(item: Item, scale: Scale, known: Known, registered: Mapping[str,
     for what, name in (("comparisons", "comparison"), ("rules", "rule")):
         lines += [f"Not made, though planned: the {name} “{t}”." for t in registered[what] if t not in now[what]]
         lines += [f"Made, though not planned: the {name} “{t}”." for t in now[what] if t not in registered[what]]
-    for key in registered["groups"].keys() | now["groups"].keys():
+    for key in {**registered["groups"], **now["groups"]}:
         if registered["groups"].get(key) != now["groups"].get(key):
             lines.append(f"The runs of “{key}” are not those that were planned.")
     jobs = planned_jobs(item, scale, known)

@@ -9,6 +9,8 @@ import scipy  # its modules are imported when they are used: that of statistics 
 
 SIGNIFICANT = 0.05
 """The level of all tests, after Holm's correction where there are several."""
+POWER = 0.8
+"""The probability with which a test is to show what `detectable_effect` names."""
 ROUNDING = 1e-6
 """Relative: what is less apart is equal, as error rates of equally many examples often are."""
 
@@ -25,7 +27,7 @@ class Interval:
         return alone if math.isnan(self.half_width) else f"{alone} ± {self.half_width:.2g}"
 
 
-def mean_and_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
+def mean_and_interval(values: Sequence[float]) -> Interval:
     r"""Return the mean and :math:`t_{n-1} s / \sqrt n`, Student's interval.
 
     Example:
@@ -35,8 +37,7 @@ def mean_and_interval(values: Sequence[float], confidence: float = 0.95) -> Inte
     n = len(values)
     if n < 2:
         return Interval(float(values[0]), math.nan)
-    quantile = float(scipy.stats.t.ppf((1 + confidence) / 2, n - 1))
-    return Interval(float(np.mean(values)), quantile * float(np.std(values, ddof=1)) / math.sqrt(n))
+    return Interval(float(np.mean(values)), _quantile(n) * float(np.std(values, ddof=1)) / math.sqrt(n))
 
 
 def paired_p_value(first: Sequence[float], second: Sequence[float]) -> float:
@@ -50,6 +51,22 @@ def paired_p_value(first: Sequence[float], second: Sequence[float]) -> float:
     if np.ptp(differences) <= rounding:  # no spread but that of float32 means: the test is not defined
         return 1.0 if abs(differences[0]) <= rounding else math.nan
     return float(scipy.stats.ttest_rel(first, second).pvalue)
+
+
+def interval_p_value(mean: float, half_width: float, n: int) -> float:
+    r"""Return the two-sided p-value of Student's test that a mean of n draws is 0, by its 95 % confidence interval.
+
+    Example:
+        >>> round(interval_p_value(-0.3, 0.3, n=20), 4), interval_p_value(0.0, 0.3, n=20)
+        (0.05, 1.0)
+    """
+    if half_width == 0:
+        return math.nan if mean else 1.0
+    return 2 * float(scipy.stats.t.sf(abs(mean) / half_width * _quantile(n), n - 1))
+
+
+def _quantile(n: int) -> float:
+    return float(scipy.stats.t.ppf(1 - SIGNIFICANT / 2, n - 1))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -70,17 +87,16 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return [float(value) for value in adjusted]
 
 
-def detectable_effect(spread: float, num_pairs: int, power: float = 0.8) -> float:
-    r"""Return the smallest mean difference that a paired test shows with a given probability.
+def detectable_effect(spread: float, num_pairs: int) -> float:
+    r"""Return the smallest mean difference that a paired test shows with a probability of 80 %.
 
     Student's t-test, two-sided, at the level `SIGNIFICANT`, without a correction for several tests. With n pairs whose
     differences have the standard deviation s, t has a noncentral distribution with the parameter
-    :math:`\delta \sqrt n / s`; :math:`\delta` is where :math:`P(|t| > t_{n-1, 0.975})` is the power.
+    :math:`\delta \sqrt n / s`; :math:`\delta` is where :math:`P(|t| > t_{n-1, 0.975})` is that probability.
 
     Args:
         spread: s, the standard deviation of the differences.
         num_pairs: n, at least 2.
-        power: the probability.
 
     Example:
         >>> round(detectable_effect(spread=1.0, num_pairs=5), 2), round(detectable_effect(spread=1.0, num_pairs=10), 2)
@@ -90,7 +106,7 @@ def detectable_effect(spread: float, num_pairs: int, power: float = 0.8) -> floa
     critical = float(scipy.stats.t.isf(SIGNIFICANT / 2, df))
 
     def surplus(nc: float) -> float:
-        return float(scipy.stats.nct.sf(critical, df, nc)) - power  # the other tail has less than a millionth
+        return float(scipy.stats.nct.sf(critical, df, nc)) - POWER  # the other tail has less than a millionth
 
     return float(scipy.optimize.brentq(surplus, 0.0, 2 * critical + 2)) * spread / math.sqrt(num_pairs)
 

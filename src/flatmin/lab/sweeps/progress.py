@@ -88,7 +88,8 @@ class SweepProgress:
         for name, job in self.jobs.items():
             if self.states[name] == "failed":
                 continue
-            epochs, each = job.experiment.epochs, passes(job) / job.experiment.epochs
+            epochs = job.experiment.epochs
+            each = passes(job) / max(1, epochs)  # a pretrained model may be measured as it is
             completed = min(epochs, self.num_epochs(name))
             left += each * (epochs - completed)
             done += each * max(0, completed - self.epochs_before.get(name, completed))

@@ -71,11 +71,15 @@ class FileSender:
         self._thread.join()
 
     def _run(self) -> None:
+        while not self._ended.wait(SEND_SECONDS):
+            self._try_to_send()
+        self._try_to_send()
+
+    def _try_to_send(self) -> None:
         try:
-            while not self._ended.wait(SEND_SECONDS):
-                self._send_changes()
             self._send_changes()
-        except Exception as error:
+            self.error = None
+        except Exception as error:  # the next attempt may succeed, on a disk that was full for example
             self.error = error
 
     def _send_changes(self) -> None:

@@ -17,6 +17,7 @@ from flatmin.lab.studies.conditions import replica_seeds
 from flatmin.lab.studies.contrasts import Family, mean
 from flatmin.lab.studies.findings import Findings, LineFigure, Row, Series, Table, Verdict, VerdictStatus
 from flatmin.lab.studies.replicas import Read, Replicas, measured, metric, replicas_of, runs_of, series_over
+from flatmin.lab.studies.statistics import SIGNIFICANT, holm, interval_p_value
 from flatmin.lab.studies.study import Known, Scale
 from flatmin.lab.sweeps.jobs import Job
 from flatmin.lab.sweeps.measurements import Bound, Noise
@@ -126,12 +127,13 @@ def _of_noise(noise: Noise, scale: str, key: str) -> Read:
 
 
 def _noise_verdict(claim: str, models: Mapping[str, Replicas], noise: Noise) -> Verdict:
-    """Judge that noise does not lower the error: no model's interval lies below 0, and none reaches far below."""
+    """Judge that noise does not lower the error: nowhere significantly, and no interval reaches far below 0."""
     records = [record for replicas in models.values() for record in replicas.records]
     if not all(noise.name in record.measured for record in records):
         return Verdict(claim=claim, status="not tested", evidence="Models or their measurements are missing.")
     effects = [record.measured[noise.name][scale] for record in records for scale in NOISE_SCALES]
-    falls = sum(effect["rise"] + effect["half_width"] < 0 for effect in effects)
+    p_values = holm([interval_p_value(e["rise"], e["half_width"], e["num_draws"]) for e in effects])
+    falls = sum(e["rise"] < 0 and p < SIGNIFICANT for e, p in zip(effects, p_values, strict=True))
     lowest = min(effect["rise"] - effect["half_width"] for effect in effects)
     status: VerdictStatus = "not reproduced" if falls else "reproduced" if lowest >= -NO_FALL else "inconclusive"
     said = (

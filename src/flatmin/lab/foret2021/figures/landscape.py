@@ -14,10 +14,11 @@ import numpy as np
 
 from flatmin.lab.foret2021.claims.figures import CLAIMS
 from flatmin.lab.foret2021.item_findings import findings, hyperparameters, item
-from flatmin.lab.foret2021.scales import curvature_seeds, jobs_for, start, tuned_rho
+from flatmin.lab.foret2021.scales import curvature_seeds, jobs_for, start
 from flatmin.lab.foret2021.settings import LANDSCAPES
 from flatmin.lab.runs.record import MeasurementResult
 from flatmin.lab.spec.experiment import Experiment, Model
+from flatmin.lab.studies.conditions import best_candidate, tuning_job
 from flatmin.lab.studies.contrasts import Family
 from flatmin.lab.studies.findings import Findings, Row, Table
 from flatmin.lab.studies.replicas import Read, landscape_figures, measured, metric, replicas_of
@@ -29,6 +30,8 @@ RADIUS = 0.5
 """How far from the weights the rise of the loss is judged, in units of the weights: directions are as long as they are.
 Nearer than the figure's edge, where the loss of a model without residual connections says little of the minimum."""
 SPAN = 1.0
+RHOS = (0.05, 0.1, 0.2)
+"""What rho is chosen from, but at the paper's scale."""
 MODEL_NAMES: dict[Scale, str] = {
     "paper": LANDSCAPES.model.name,
     "laptop": "resnet-20-noshort",
@@ -49,7 +52,7 @@ LI_MODEL = "The paper's SGD model is the checkpoint of Li et al. (2018);"
 def landscape_jobs(scale: Scale, known: Known) -> dict[str, list[Job]]:
     """Return the runs that choose rho, and the models with their surroundings."""
     sgd = landscape_experiment(scale)
-    rho, choosing = tuned_rho(known, "landscape", scale, LANDSCAPES, sgd)
+    rho, choosing = _chosen_rho(scale, known)
     picture, numbers = _planes(scale)
     jobs: dict[str, list[Job]] = {"choosing": choosing, "SGD": [], "SAM": []}
     for method, radius in (("SGD", 0.0), ("SAM", rho)):
@@ -63,13 +66,24 @@ def landscape_jobs(scale: Scale, known: Known) -> dict[str, list[Job]]:
     return jobs
 
 
+def _chosen_rho(scale: Scale, known: Known) -> tuple[float | None, list[Job]]:
+    """Return SAM's rho and the runs that choose it; it is None while they are missing, and the paper's at its scale."""
+    if scale == "paper":
+        return LANDSCAPES.optim.rho_number, []
+    sgd = landscape_experiment(scale)
+    candidates = [replace(sgd, name="landscape/SAM", optim=replace(sgd.optim, rho=rho)) for rho in RHOS]
+    jobs = [tuning_job(e) for e in candidates]
+    best = best_candidate(candidates, [job.record(known) for job in jobs])
+    return None if best is None else best.optim.rho_number, jobs
+
+
 def landscape(scale: Scale, known: Known) -> Findings:
     """Show the loss on a plane through the weights of a model trained with SGD and with SAM (Figure 1).
 
     The directions are the same draws for both models, scaled to the filters of each (Li et al., 2018).
     """
     sgd = landscape_experiment(scale)
-    rho, _ = tuned_rho(known, "landscape", scale, LANDSCAPES, sgd)
+    rho, _ = _chosen_rho(scale, known)
     picture, numbers = _planes(scale)
     models = replicas_of(landscape_jobs(scale, known), known)
     del models["choosing"]
