@@ -21,7 +21,7 @@ from flatmin.lab.cheap_sam.study import (
     sam_gains,
     share_of_gain,
 )
-from flatmin.lab.demo.study import DEMO, METHODS
+from flatmin.lab.demo.study import DEMO
 from flatmin.lab.foret2021.items import ITEMS
 from flatmin.lab.foret2021.scales import CUTS
 from flatmin.lab.runs.record import Records
@@ -46,15 +46,18 @@ def grid(header, rows):
 
 def claims(known):
     """Return the verdicts, claim by claim; claims that wait for runs are in a list below."""
-    rows, waiting = [], {}
+    rows, waiting = [], []
     for found in (describe(item, "laptop", known) for item in ITEMS.values()):
-        for v in found.verdicts:
-            if found.num_missing and v.status == "not tested" and all(c.num_pairs < 2 for c in v.comparisons):
-                waiting[found.item] = f"`{found.item}` ({found.num_missing} runs)"
-            else:
-                rows.append((f"`{found.item}`", v.claim, f"**{v.status}**", v.evidence))
-    waits = f"\n\nNot tested, or not in full, with the runs that are missing: {', '.join(waiting.values())}."
+        if found.num_missing:
+            waiting.append(f"`{found.item}` ({found.num_missing} runs)")
+        shown = (v for v in found.verdicts if not (found.num_missing and _waits(v)))
+        rows += [(f"`{found.item}`", v.claim, f"**{v.status}**", v.evidence) for v in shown]
+    waits = f"\n\nNot tested, or not in full, with the runs that are missing: {', '.join(waiting)}."
     return grid(("item", "claim", "verdict", "evidence"), rows) + (waits if waiting else "")
+
+
+def _waits(verdict):
+    return verdict.status == "not tested" and all(c.num_pairs < 2 for c in verdict.comparisons)
 
 
 def costs(known):
@@ -149,10 +152,10 @@ def demo(known):
         return f"{cell.measured.mean:.1f} ± {cell.measured.half_width:.1f}{unit}"
 
     rows = []
-    for method in METHODS:
+    for method in (method for noise, method in cells if noise == "0%"):
         clean, noisy = cells["0%", method], cells["40%", method]
         errors = (text(clean["test error"], " %"), text(noisy["test error"], " %"))
-        rows.append((method, *errors, text(noisy["lambda_max"], "")))
+        rows.append((method, *errors, text(noisy["lambda_max"], "") if noisy["lambda_max"] else ""))
     header = ("", "test error, clean labels", "test error, 40 % noisy labels")
     table = grid((*header, "largest eigenvalue of the Hessian, 40 %"), rows)
     return "\n".join([table, "", *(f"- {v.evidence}" for v in found.verdicts if ", SAM has" in v.claim)])

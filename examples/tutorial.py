@@ -104,10 +104,11 @@ def main(plots: Path | None = None) -> dict[str, float]:
     # --8<-- [start:landscape]
     density = spectral_density(HessianOperator(sam, loss_fn, data), steps=40, probes=2)
     landscape = loss_landscape({"SGD": sgd, "SAM": sam}, loss_fn, data, points=21)
-    if plots is not None:
-        density.plot().savefig(plots / "tutorial-spectrum.png")
-        landscape.plot().savefig(plots / "tutorial-landscape.png")
+    figures = {"spectrum": density.plot(), "landscape": landscape.plot()}  # matplotlib's, with .savefig(file)
     # --8<-- [end:landscape]
+    if plots is not None:
+        for name, figure in figures.items():
+            figure.savefig(plots / f"tutorial-{name}.png")
     return {
         "SGD test error": error(sgd, x_test, y_test),
         "SAM test error": error(sam, x_test, y_test),

@@ -106,7 +106,7 @@ def test_it_agrees_with_every_number_of_a_page(name, least):
         (RULE, rf"and {NUMBER} of them pass their gate"),
         (RULE, rf"\(n = 5\) \| {NUMBER} % \|"),
         (RULE, rf"digits \| 0.5 \| {NUMBER} \|"),
-        (DEMO, rf"paired t-test over 5 seeds, Holm's correction for 4 comparisons, p = {NUMBER}\)"),
+        (DEMO, rf"paired t-test over 5 seeds, Holm's correction for 6 comparisons, p = {NUMBER}\)"),
         (DEMO, rf"the test errors are {NUMBER} %"),
         (DEMO, rf"smoothed with a Gaussian of width {NUMBER}\."),
     ],
@@ -419,7 +419,7 @@ def test_it_agrees_with_the_pages_of_both_items_on_m(registered, share, tmp_path
     "pattern",
     [
         rf"SAM's change of the test error: -{NUMBER} \(m = 4\)",
-        rf"\(m = 4\) against -[\d.]+ \(m = 128\); difference -{NUMBER} ± ",
+        rf"\(m = 4\) vs\. -[\d.]+ \(m = 128\); difference -{NUMBER} ± ",
         rf"SGD, m = 64 ends with a training error of {NUMBER} %",
         rf"\| .{NUMBER} ± [\d.]+ \(n = 5\) \| .*\(m = 4 - m = 128, 5 pairs",
         rf"\(m = 4 - m = 128, 5 pairs; p . [\d.]+, Holm p . {NUMBER}\)",

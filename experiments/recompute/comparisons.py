@@ -17,11 +17,11 @@ OVER_PAIRS = re.compile(
     r"(?: \(Holm's correction for (\d+) comparisons(?:, open until the (\d+) missing ones are available)?\))?\."
 )
 AGAINST = re.compile(
-    r"([^;]+?): (-?[\d.e+-]+) \(((?:[^()]|\([^()]*\))*)\) against (-?[\d.e+-]+) \(((?:[^()]|\([^()]*\))*)\); "
+    r"([^;]+?): (-?[\d.e+-]+) \(((?:[^()]|\([^()]*\))*)\) vs\. (-?[\d.e+-]+) \(((?:[^()]|\([^()]*\))*)\); "
     rf"difference (-?[\d.e+-]+) ± ([\d.e+-]+), n = (\d+), ({P_VALUE})"
 )
 PARTIAL = re.compile(
-    r"([^;]+?): (-?[\d.e+-]+) \(((?:[^()]|\([^()]*\))*)\) against (-?[\d.e+-]+) \(((?:[^()]|\([^()]*\))*)\); "
+    r"([^;]+?): (-?[\d.e+-]+) \(((?:[^()]|\([^()]*\))*)\) vs\. (-?[\d.e+-]+) \(((?:[^()]|\([^()]*\))*)\); "
     r"(\d+) of (\d+) pairs are available, nothing is judged before all are"
 )
 UNTESTABLE = re.compile(r"([^;]+?): not a test at this scale: ([^;]+?)(?=;|\.$)")

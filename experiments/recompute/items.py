@@ -292,8 +292,8 @@ class Item:
                 next(e for e in self.entries if e.row == [labels, name] and e.column == "test error")
                 for name in match.groups()[1:]
             )
-            read = percent("test_error")
-            yield Comparison((match[2], match[3]), one.values(read), two.values(read), [*one.runs, *two.runs])
+            low, high = (e.values(_reader("test error", name)) for e, name in ((one, match[2]), (two, match[3])))
+            yield Comparison((match[2], match[3]), low, high, [*one.runs, *two.runs])
         elif evidence.startswith("Not yet: "):
             condition, a, metric, b, ours = CLAIM.fullmatch(claim).groups()
             yield Comparison((a, b), condition=condition, metric=metric)
@@ -320,7 +320,7 @@ class Item:
         return next(e for e in self.entries if (e.caption, e.row[0], e.column) == (condition, name, column))
 
     def _samples(self, claim, what, a, b):
-        """Return a comparison that a sentence describes: "what: 1.2 (a) against 3.4 (b)"."""
+        """Return a comparison that a sentence describes: "what: 1.2 (a) vs. 3.4 (b)"."""
         if what.startswith("error above the limit"):
             found = rule.counted(self)
             runs = [r for o in found for name in (o.baseline, rule.TUNED, rule.SUGGESTED) for r in o.runs[name]]

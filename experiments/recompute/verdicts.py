@@ -163,7 +163,7 @@ def _not_yet(item, claim, evidence, where):
 
 
 def _sentences(item, evidence, compared, where):
-    """Check "quantity: 1.2 (a) against 3.4 (b); difference ..., n = 5, p = ..." of each comparison."""
+    """Check "quantity: 1.2 (a) vs. 3.4 (b); difference ..., n = 5, p = ..." of each comparison."""
     done = [c for c in compared if len(c.seeds) >= c.asked]
     partial = [c for c in compared if 0 < len(c.seeds) < c.asked]
     for match, c in zip(PARTIAL.finditer(evidence), partial, strict=True):
@@ -246,6 +246,9 @@ def _in_words(item, evidence, c, where):
     methods = re.findall(r"the test error of (.+?) is", evidence)
     item.tally.same("label", where, methods, [c.names[0]] * len(methods), 0)
     rivals = [e for e in item.entries if e.column == "test error" and e.row[0] == labels and e.row[1].startswith("SGD")]
+    if "stopped early" in c.names[1]:
+        return c.status, ""
+    rivals = [e for e in rivals if "stopped early" not in e.row[1]]
     means = {e.row[1]: sum(r["metrics"]["test_error"] for r in e.runs) for e in rivals}
     item.tally.same("choice of the baseline", where, c.names[1], min(means, key=means.__getitem__))
     return c.status, ""

@@ -26,7 +26,10 @@ except ImportError as missing:  # pragma: no cover (the tests have them)
 import flatmin
 from flatmin.lab.errors import DataError, DivergedError, InterruptedRun, ModelError, RunError, SpecError, StorageError
 
-DESCRIPTION = "Sharpness-Aware Minimization: train models to flat minima, and measure how flat they are."
+DESCRIPTION = (
+    "Sharpness-Aware Minimization: train models to flat minima, and measure how flat they are. `flatmin --version` "
+    "prints the versions of flatmin, torch and Python."
+)
 
 EXIT_CODES = {SpecError: 2, ModelError: 2, RunError: 2, DataError: 3, StorageError: 4, DivergedError: 5}
 OUT_OF_MEMORY = "Use a smaller data.batch_size, data.image_size or model (measure: --num-examples)."

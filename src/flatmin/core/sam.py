@@ -26,7 +26,7 @@ from flatmin.core.step_state import SAMMetrics, StepState
 class SAM(OptimizerWrapper):
     r"""Sharpness-Aware Minimization (Foret et al., 2021) around any optimizer.
 
-    A step computes the gradient g at w, ascends to the highest point nearby as the gradient sees it,
+    A step computes the gradient g at w, moves to the point of the neighborhood where the linearized loss is highest,
 
     .. math:: \hat\epsilon = \rho \operatorname{sign}(g) |g|^{q-1} / (\lVert g \rVert_q^q)^{1/p}, \quad 1/p + 1/q = 1,
 
@@ -89,8 +89,8 @@ class SAM(OptimizerWrapper):
         model: the model, as you call it (so the DistributedDataParallel or compiled one). With it, all passes start
             from the same buffers (and EMA teachers), the first pass decides what is left of them, and under DDP it
             stays on its worker, under HSDP within its replica. Assign to ``opt.model`` after wrapping or compiling it.
-        sync_perturbation: under DDP, share one perturbation instead of having one per worker, which the paper
-            recommends and which needs one reduction of gradients per step instead of two; under HSDP, one per replica.
+        sync_perturbation: under DDP, share one perturbation, for two reductions of gradients per step. By default each
+            worker has its own, as the paper recommends, which needs one reduction. Under HSDP: one per replica.
 
     Raises:
         TypeError: base is not an optimizer instance, or one that needs a closure itself.

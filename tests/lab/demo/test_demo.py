@@ -11,7 +11,7 @@ from rich.console import Console
 
 from flatmin.lab.commands.demo import Demo, print_results
 from flatmin.lab.demo import study
-from flatmin.lab.demo.study import DEMO, METHODS, NOISE_RATES, demo_experiments, demo_settings, verdict
+from flatmin.lab.demo.study import DEMO, EARLY, METHODS, NOISE_RATES, demo_experiments, demo_settings, verdict
 from flatmin.lab.report import write_report
 from flatmin.lab.runs.record import Records
 from flatmin.lab.spec.experiment import Model
@@ -96,14 +96,15 @@ def test_a_small_demo_from_runs_to_the_page(tmp_path, monkeypatch):
     monkeypatch.setattr(study, "METHODS", METHODS | weak)
     assert run_study(DEMO, "laptop", known, in_process(runs)) == 2 * len(NOISE_RATES)
     more = describe(DEMO, "laptop", known)
-    assert len(more.verdicts) == len(found.verdicts) + len(NOISE_RATES)
+    assert len(more.verdicts) == len(found.verdicts) + 3  # with noisy labels it is also compared with early stopping
     assert [surface.name for surface in more.figures[0].surfaces] == ["SGD", "SAM", "SAM on 1/8", "SAM, small rho"]
 
 
 def _check_table(found, known):
     """The table has the numbers of the runs."""
     rows = found.tables[0].rows
-    assert [row[:2] for row in rows] == [[f"{noise:.0%}", method] for noise in NOISE_RATES for method in METHODS]
+    methods = ["SGD", EARLY, *list(METHODS)[1:]]
+    assert [row[:2] for row in rows] == [[f"{noise:.0%}", method] for noise in NOISE_RATES for method in methods]
     reads = (
         lambda record: 100 * record.metrics["test_error"],
         lambda record: 100 * record.metrics["train_error"],
@@ -111,6 +112,12 @@ def _check_table(found, known):
         lambda record: record.measured[study.CURVATURE.name]["lambda_max"],
     )
     for row in rows:
+        if row[1] == EARLY:
+            lines = [min(known[run].history, key=lambda line: line["valid_error"]) for run in row[2].runs]
+            assert row[2].values == pytest.approx([100 * line["test_error"] for line in lines])
+            assert row[3].values == pytest.approx([100 * line["train_error"] for line in lines])
+            assert row[4:] == ["", ""]
+            continue
         for cell, read in zip(row[2:], reads, strict=True):
             assert len(cell.runs) == 2
             assert cell.values == pytest.approx([read(known[run]) for run in cell.runs])

@@ -13,7 +13,7 @@ import pytest
 from flatmin.lab.errors import RunError, StorageError
 from flatmin.lab.report import describe_runs, write_report
 from flatmin.lab.report.content import _forest_groups, relative_effect, run_anchors
-from flatmin.lab.report.figures import INK, ForestFigure, draw, svg
+from flatmin.lab.report.figures import INK, ForestFigure, _colors, draw, svg
 from flatmin.lab.report.tables import NOTHING, caption, interval_text
 from flatmin.lab.runs.directory import read_result
 from flatmin.lab.runs.history import read_history, write_history
@@ -535,3 +535,9 @@ def test_a_folder_without_runs_says_so(tmp_path):
     for folder in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(RunError, match="no runs in"):
             all_records(folder)
+
+
+def test_a_method_has_the_same_color_in_all_figures_and_no_other_line_has_it():
+    one, other = _colors(["m = 4", "SAM", "SGD"]), _colors(["SGD", "SAM on 1/8", "SAM"])
+    assert (one[1], one[2]) == (other[2], other[0])
+    assert len(set(one)) == len(set(other)) == 3

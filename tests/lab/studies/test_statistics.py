@@ -118,7 +118,7 @@ def test_pairs_are_those_of_the_seeds_that_both_have():
     found = contrast({0: 4.0, 1: 2.0, 2: 1.0}, {3: 9.0, 2: 2.0, 0: 7.0})
     assert found.differences == [-3.0, -1.0]
     assert found.p_value == pytest.approx(stats.ttest_rel([4.0, 1.0], [7.0, 2.0]).pvalue)
-    assert found.describe(0.3).startswith("error, %: 2.5 (SAM) against 4.5 (SGD); difference -2 ± ")
+    assert found.describe(0.3).startswith("error, %: 2.5 (SAM) vs. 4.5 (SGD); difference -2 ± ")
     asked_for_three = contrast(found.lower, found.higher, num_asked=3)
     assert math.isnan(asked_for_three.p_value)
     assert asked_for_three.describe(math.nan).endswith("2 of 3 pairs are available, nothing is judged before all are")

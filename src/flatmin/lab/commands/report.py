@@ -55,6 +55,8 @@ class Report:
             out = self.out or self.runs / f"report-{scale}"
         page = write_page(found, known, out, self.title or title)
         for findings in found:
+            if findings.source:
+                console.print(f"{findings.source}: {findings.title} ({findings.item})", style="bold")
             print_verdicts(findings, console)
         console.print(f"The page: {page}")
 

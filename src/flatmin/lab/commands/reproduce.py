@@ -38,7 +38,7 @@ class Reproduce(SweepSettings):
     """Reproduce tables and figures of the paper, and write a page: the paper's numbers next to the measured ones."""
 
     items: Annotated[tuple[str, ...], tyro.conf.Positional]
-    """Names of tables and figures (`flatmin list items`), or all (on a laptop: days)."""
+    """Names of tables and figures (`flatmin list items`), or all (on a laptop: a day)."""
     scale: Scale = "laptop"
     """paper: its own settings (GPUs and data needed); laptop: small models, real data, two cores; smoke: seconds."""
     runs: Path = Path("runs/reproduce")

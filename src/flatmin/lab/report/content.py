@@ -35,8 +35,7 @@ HOW_TO_READ = (
     '"Inconclusive" does not mean that there is no difference.',
     "In the overview, an effect in % is the difference divided by the baseline's mean, which is taken as exact. The "
     "cost of a claim is the training time of the runs behind it; a run behind several claims counts for each of them.",
-    "Every number comes from the files of a run. Click a number with a dotted underline to see its runs; each of them "
-    "links to its row in the list of runs.",
+    "Every number comes from the files of a run.",
 )
 
 
@@ -73,7 +72,7 @@ def about_runs(findings: Sequence[Findings], records: dict[str, RunRecord]) -> s
     entries = [entry for one in findings for table in one.tables for entry in table.entries]
     if any(isinstance(entry, Cell) and entry.claimed is not None for entry in entries):
         text += ". The paper's numbers are next to the measured ones"
-    return f"{text}. Every number links to the runs behind it."
+    return f"{text}."
 
 
 def alarm(findings: Sequence[Findings], records: dict[str, RunRecord]) -> list[str]:

@@ -1,6 +1,7 @@
 """Figures of a report, drawn once: inside the page, and as files next to the Markdown."""
 
 import io
+import itertools
 import math
 import re
 import textwrap
@@ -23,6 +24,14 @@ INK = "#1b1f24"
 """Of text and axes; on the page it becomes the color of the page's text, light or dark."""
 # After Okabe and Ito (distinct for color-blind readers too), with a blue that is visible on white and on black.
 COLORS = ("#1a85c8", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a8f98")
+METHOD_COLORS = {
+    "SGD": COLORS[0],
+    "SAM": COLORS[1],
+    "SAM on 1/8": COLORS[2],
+    "SGD, twice the epochs": COLORS[3],
+    "SGD, stopped early": COLORS[4],
+}
+"""Methods that many figures have look the same in all of them; other lines take what is left, in order."""
 MARKERS, DASHES = "osD^X*", ("-", "--", ":")
 STATUS_LOOK: dict[VerdictStatus, tuple[str, str]] = {
     "reproduced": ("#009e73", "o"),
@@ -93,12 +102,19 @@ def y_text(figure: LineFigure, series: Series, index: int) -> str:
     return interval_text(Interval(float(series.y[index]), half_width), "%" if "%" in figure.y_label else "")
 
 
+def _colors(names: Sequence[str]) -> list[str]:
+    taken = {METHOD_COLORS[name] for name in names if name in METHOD_COLORS}
+    others = itertools.cycle([color for color in COLORS if color not in taken])
+    return [METHOD_COLORS[name] if name in METHOD_COLORS else next(others) for name in names]
+
+
 def _draw_lines(figure: LineFigure) -> Figure:
     drawn = Figure(figsize=(5.4, 3.5), layout="constrained")
     axes = drawn.add_subplot()
     drawable = False
-    for number, series in enumerate(figure.series):
-        color, marker = COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)]
+    colors = _colors([series.name for series in figure.series])
+    for number, (series, color) in enumerate(zip(figure.series, colors, strict=True)):
+        marker = MARKERS[number % len(MARKERS)]
         line = DASHES[number // len(COLORS) % len(DASHES)] if "lines" in series.mode else "none"
         xs, ys = np.array(series.x, dtype=float), np.array(series.y, dtype=float)
         shown = np.isfinite(xs) & np.isfinite(ys) & ((xs > 0) | (not figure.log_x)) & ((ys > 0) | (not figure.log_y))

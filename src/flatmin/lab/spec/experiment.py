@@ -57,7 +57,7 @@ class Data:
     label_noise: float = 0.0
     """Fraction of the training labels replaced by another class; test and validation stay clean."""
     noisy_validation: bool = False
-    """Make the labels of the validation set as noisy as the training set's: what is there without clean labels."""
+    """Make the labels of the validation set as noisy as the training set's, as if no clean labels existed."""
     bootstrap: bool = False
     """Train twice: as without it, then from scratch on the labels that the first model predicts (Section 3.3)."""
     extra: bool = False

@@ -94,7 +94,7 @@ class Contrast:
         if n == 0:
             return f"{self.quantity}: no pair of runs of {self.lower_name} and {self.higher_name} is available"
         low, high = map(mean, zip(*self.pairs, strict=True))
-        said = f"{self.quantity}: {low:.4g} ({self.lower_name}) against {high:.4g} ({self.higher_name})"
+        said = f"{self.quantity}: {low:.4g} ({self.lower_name}) vs. {high:.4g} ({self.higher_name})"
         if n < self.num_asked:
             return f"{said}; {n} of {self.num_asked} pairs are available, nothing is judged before all are"
         if n == 1:

@@ -243,10 +243,7 @@ class Cosine(Measurement, kind="cosine", rho=RADIUS):
 
 @dataclass(frozen=True, kw_only=True)
 class Rho(Measurement, kind="rho", m=COUNT):
-    """The radius that the training loss suggests (`flatmin.suggest_rho`), and the rise of the loss over rho.
-
-    Unlike the other measures, as in training: with augmentation, random layers and batch statistics.
-    """
+    """The radius that `suggest_rho` suggests, and the rise of the loss over rho; augmented and noisy as in training."""
 
     m: int | None = None
     """Examples that share a perturbation; as many as in the run if None."""

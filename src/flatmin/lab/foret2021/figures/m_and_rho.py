@@ -147,7 +147,7 @@ def _ours(metric: str) -> str:
 def _verdict(pairs: Pairs, m: int, metric: str, contrast: Contrast, family: Family) -> Verdict:
     largest, what = max(pairs), METRIC_NAMES[metric]
     papers = "" if metric in OUR_METRICS else f"{CLAIMS.statements[0].claim.removesuffix('.')}: "
-    claim = f"SAM lowers the {what} more with m = {m} than with m = {largest}, each compared with SGD by as many."
+    claim = f"SAM lowers the {what} more with m = {m} than with m = {largest}, each relative to SGD with the same m."
     judged = family.judge(f"{papers}{claim}{_ours(metric)}", [contrast])
     # Not a test of the claim: SGD does not fit, or rho is at the edge.
     notes = [note for sgd, sam in (pairs[m], pairs[largest]) for note in (sgd.unfit_note, sam.gate_note)]
