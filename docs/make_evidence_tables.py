@@ -27,6 +27,7 @@ from flatmin.lab.foret2021.scales import CUTS
 from flatmin.lab.runs.record import Records
 from flatmin.lab.studies.conditions import TUNING_SEED
 from flatmin.lab.studies.cost import cost, num_models, training_flops
+from flatmin.lab.studies.findings import Cell
 from flatmin.lab.studies.methods import FACTORS
 from flatmin.lab.studies.study import describe, planned_jobs
 from flatmin.lab.sweeps.jobs import Job
@@ -54,6 +55,47 @@ def claims(known):
         rows += [(f"`{found.item}`", v.claim, f"**{v.status}**", v.evidence) for v in shown]
     waits = f"\n\nNot tested, or not in full, with the runs that are missing: {', '.join(waiting)}."
     return grid(("item", "claim", "verdict", "evidence"), rows) + (waits if waiting else "")
+
+
+ARMS = {
+    "SGD": "SGD",
+    "SGD, twice the epochs": "SGD, twice",
+    "SGD, stopped early (clean validation)": "SGD, early",
+    "SGD, m = 16, twice the epochs": "SGD, m = 16, twice",
+    "Mixup": "Mixup",
+    "SAM": "SAM",
+    "SAM, m = 16": "SAM, m = 16",
+    "SAM on 1/8": "SAM on 1/8",
+}
+"""The columns of the table of errors: methods, and what their columns are called."""
+WORDS = {"cifar10": "CIFAR-10", "fashion-mnist": "Fashion-MNIST", "flowers102": "Flowers-102, fine-tuning"}
+WORDS |= {"basic": "basic augmentation", "none": "no augmentation", "cutout": "Cutout"}
+WORDS |= {f"{noise} %": f"Fashion-MNIST, {noise} % noisy labels" for noise in (20, 40, 80)}
+
+
+def errors(known):
+    """Return the test errors of the tables' conditions, the lowest in bold."""
+    found = {}
+    for name in ("label-noise", "table1", "svhn-fashion", "fine-tuning"):
+        shown = describe(ITEMS[name], "laptop", known)
+        table = shown.tables[0]  # of test errors, or accuracies
+        for row in table.rows:
+            labels = [text for text in row if isinstance(text, str)]
+            for column, cell in zip(table.columns, row, strict=True):
+                if isinstance(cell, Cell) and cell.measured is not None:
+                    where, _, method = column.rpartition(": ")
+                    method = labels[0] if not where else method
+                    condition = ", ".join(WORDS[word] for word in (where, *labels, column) if word in WORDS)
+                    mean = 100 - cell.measured.mean if "accuracy" in table.title else cell.measured.mean
+                    found.setdefault((shown.place, condition), {})[method] = mean, cell.measured.half_width
+    rows = []
+    for (place, condition), means in found.items():
+        own = {method: means[method] for method in ARMS if method in means}
+        lowest = min(own.values())
+        texts = {method: f"{mean:.1f} ± {half:.1f}" for method, (mean, half) in own.items()}
+        cells = (f"**{texts[m]}**" if own.get(m) == lowest else texts.get(m, "") for m in ARMS)
+        rows.append((place, condition, *cells))
+    return grid(("", "condition", *ARMS.values()), rows)
 
 
 def _waits(verdict):
@@ -163,6 +205,7 @@ def demo(known):
 
 BLOCKS = {
     ("reproduction.md", "claims"): ("foret2021-laptop", claims),
+    ("reproduction.md", "errors"): ("foret2021-laptop", errors),
     ("reproduction.md", "cuts"): ("foret2021-laptop", cuts),
     ("reproduction.md", "costs"): ("foret2021-laptop", costs),
     ("cost.md", "arms"): ("cheap-sam-laptop", arms),

@@ -42,9 +42,7 @@ def answer(findings: Sequence[Findings], records: dict[str, RunRecord]) -> dict[
     sentences = [_sentence(one, verdict, records, len(findings) > 1) for one, verdict in largest.values()]
     is_choice = any(_is_of_sam(verdict) for _, verdict in largest.values()) and len(sentences) > 1
     repeated = [one.item for one in findings if one.item in REPEATED]
-    left_out = (
-        f" {' and '.join(repeated)}: comparisons that other items have, which are not counted." if repeated else ""
-    )
+    left_out = f" Not counted, because they repeat other items' comparisons: {', '.join(repeated)}." if repeated else ""
     return {
         "whose": "The paper's claims: " if len(papers) < len(counted) else "",
         "tally": [(status, counts[status]) for status in get_args(VerdictStatus) if counts[status]],
