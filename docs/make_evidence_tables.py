@@ -154,11 +154,12 @@ def arms(known):
 def choices(known):
     """Return the validation error at each factor of the suggested radius, and how often the best is near 1."""
     grids = {}
-    for record in (*known.values(), *Records(ROOT / "results" / "rho-rule-laptop").values()):
+    own = (Records(ROOT / "results" / study) for study in ("rho-rule-laptop", "cheap-sam-laptop"))
+    for record in (*known.values(), *(record for records in own for record in records.values())):
         if record.state == "finished" and record.seed == TUNING_SEED:
             name, factor = record.experiment.name.removesuffix(" (choosing)"), record.experiment.optim.rho_factor
             grids.setdefault(name, {})[factor] = record.metrics
-    whole = {name: found for name, found in grids.items() if found.keys() >= set(FACTORS)}
+    whole = {name: found for name, found in grids.items() if None not in found and len(found) >= len(FACTORS)}
     factors = sorted({factor for found in whole.values() for factor in found})
     rows, num_near = [], 0
     for name, found in sorted(whole.items()):
@@ -171,7 +172,7 @@ def choices(known):
             error, left = (100 * found[factor][key] for key in ("valid_error", "train_error"))
             return f"**{error:.1f}** ({left:.0f})" if factor == best else f"{error:.1f} ({left:.0f})"
 
-        item, *condition, method = re.split(r"(?<! 1)/", name)  # not within "SAM on 1/8"
+        item, *condition, method = re.split(r"(?<! 1)(?<!timm)/", name)  # not within "SAM on 1/8" or a model of timm
         suggestion = found[best]["rho"] / best
         rows.append((f"`{item}`", ", ".join(condition), method, f"{suggestion:.3f}", *map(text, factors)))
     header = ("item", "condition", "method", "suggestion", *(f"{factor:g}x" for factor in factors))

@@ -316,6 +316,20 @@ def test_diffusion():
     assert_same(ema.module, reference)
 
 
+def test_cheap_sam_in_two_passes_is_that_of_step_batch():
+    """Each loss of docs/cost.md is weighted by its share of the batch, as step_batch does by itself."""
+    torch.manual_seed(0)
+    x, y = make_data()
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    reference = copy.deepcopy(model)
+    opt = SAM(torch.optim.SGD(model.parameters(), lr=0.1), rho=0.1, weight=8, model=model)
+    page = {"opt": opt, "x": x.double(), "y": y, "loss_of": lambda x, y: nn.functional.cross_entropy(model(x), y)}
+    run_recipe("Which one to use", page="cost", **page)
+    same = SAM(torch.optim.SGD(reference.parameters(), lr=0.1), rho=0.1, model=reference)
+    same.step_batch(lambda x, y: nn.functional.cross_entropy(reference(x), y), (x.double(), y), part=1 / 8)
+    torch.testing.assert_close(list(model.parameters()), list(reference.parameters()), rtol=0, atol=1e-14)
+
+
 @pytest.mark.parametrize("average", ["ema", "swa"])
 def test_averages_are_of_w(average):
     from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn

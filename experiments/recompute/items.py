@@ -168,10 +168,10 @@ class Item:
             of_arms = e.column == "test error" and "share of SAM's gain" in block.header
             complete = not any("available" in note or "failed" in note for note in e.notes)
             if complete and (e.label in chosen or of_grid or of_arms):
-                at_edge = bool(optim(e.runs[0], "rho")) and self._edge_of(e.runs[0])
+                at_edge = bool(optim(e.runs[0], "rho")) and self.at_edge(e.runs[0])
                 self.tally.same("choice", f"{self.name}, {e.label}", EDGE in e.notes, at_edge)
 
-    def _edge_of(self, run):
+    def at_edge(self, run):
         """Return whether a run's rho is the smallest or the largest of several that were tried."""
         tried = [factor(optim(c, "rho")) for c in self.study.candidates(run["spec"]) if optim(c, "rho") is not None]
         if not tried:  # rho was chosen by the replicas' own validation errors
@@ -232,13 +232,16 @@ class Item:
             if not block.caption.startswith("What was chosen on the validation split"):
                 continue
             traced = {label.removesuffix(", validation error"): RUN.findall(text)[0] for label, text in block.traced}
-            for condition, method, setting, _, mark in block.rows:
-                run = self.study.runs.get(traced.get(f"{condition}, {method}, {setting}", ""))
+            for condition, method, setting, rho, _, mark in block.rows:
+                label = ", ".join(filter(None, (condition, method, setting, rho)))
+                run = self.study.runs.get(traced.get(label, ""))
                 self.choices.setdefault((condition, method), []).append((setting, run, mark == "chosen"))
                 if run is not None:
                     where = f"{self.name}, chosen: {condition}, {method}"
                     self.tally.same("setting", where, setting, setting_text(run), len(NUMBER.findall(setting)))
                     self.tally.same("runs", where, misnamed(f"{condition}: {method}", run), [])
+                    if rho or run["metrics"].get("rho") is not None:
+                        self.tally.number("rho", where, rho, run["metrics"]["rho"], 3)
             for (condition, method), tried in self.choices.items():
                 where = f"{self.name}, chosen: {condition}, {method}"
                 errors = [math.nan if run is None else run["metrics"]["valid_error"] for _, run, _ in tried]
@@ -298,6 +301,7 @@ class Item:
             condition, a, metric, b, ours = CLAIM.fullmatch(claim).groups()
             yield Comparison((a, b), condition=condition, metric=metric)
         else:
+            evidence = evidence.rpartition("of its grid. ")[2]  # after the gate
             ours, said = claim.endswith(" (ours)"), evidence[evidence.find("SAM's change of the ") :]
             for match in AGAINST.finditer(said if "SAM's change of the " in evidence else evidence):
                 yield self._samples(claim, match[1].strip(), match[3], match[5])

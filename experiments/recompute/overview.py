@@ -58,34 +58,43 @@ def check_overview(overview, items, tally):
 
 
 def check_answer(lines, overview, tally):
-    """Check the totals, how many comparisons of SAM's test error say what, and the largest effect in each condition."""
+    """Check the totals, how many comparisons of SAM's test error say what, and the effect told of each condition."""
     counted = [row for row in overview if row["item"].name not in REPEATED]
     papers = [row for row in counted if not row["claim"].endswith(" (ours)")]
     totals = {status: int(n) for n, status in re.findall(r"\*\*(\d+) ([a-z ]+)\*\*", lines[0])}
     counts = Counter(row["status"] for row in papers)
     tally.same("totals", "answer", totals, dict(counts), len(counts))
+    unplanned = re.search(r"items without a registered plan: (.*?) \((.*?)\)\.", " ".join(lines))
+    without = [row for row in papers if not row["item"].has_plan]
+    if unplanned or 0 < len(without) < len(papers):
+        told = {status: int(n) for n, status in re.findall(r"(\d+) ([a-z ]+)", unplanned[1])}
+        tally.same("totals", "answer", told, dict(Counter(row["status"] for row in without)), len(told))
+        names = list(dict.fromkeys(row["item"].name for row in without))
+        tally.same("totals", "answer", unplanned[2].split(", "), names, 0)
     said = re.search(r"in (\d+) of the (\d+) comparisons .* higher one in (\d+), .* difference in (\d+)\.", lines[0])
     tests = Counter(row["status"] for row in papers if _of_sam(row))
     lower, higher, neither = (tests[s] for s in ("reproduced", "not reproduced", "inconclusive"))
     expected = [lower, lower + higher + neither, higher, neither]
     tally.same("totals", "answer", [int(n) for n in said.groups()] if said else [0] * 4, expected, 4 * bool(said))
-    largest = {}
+    hardest = {}
     for row in counted:
         if row["status"] == "kept":
-            largest[row["claim"]] = row
+            hardest[row["claim"]] = row
         elif row["status"] in ("reproduced", "not reproduced", "inconclusive") and _of_sam(row):
             method = _compared(row).names[0]
             where = row["item"].name, row["claim"].partition(f"{method} has a lower test error than")[0]
-            if where not in largest or _size(row) > _size(largest[where]):
-                largest[where] = row
+            if where not in hardest or _errors(row) < _errors(hardest[where]):
+                hardest[where] = row
     printed = [line.removeprefix("- ") for line in lines if line.startswith("- ")]
-    tally.same("totals", "answer", len(printed), len(largest))
-    for line, row in zip(printed, largest.values(), strict=False):
+    tally.same("totals", "answer", len(printed), len(hardest))
+    for line, row in zip(printed, hardest.values(), strict=False):
         _sentence(line, row, tally)
 
 
-def _size(row):
-    return abs(interval(_compared(row).differences)[0])
+def _errors(row):
+    """Return the mean errors of the method and of its rival, by both of which a condition's effect is chosen."""
+    c = _compared(row)
+    return tuple(interval([sample[s] for s in c.seeds])[0] for sample in (c.low, c.high))
 
 
 def _compared(row):

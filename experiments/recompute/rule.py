@@ -64,8 +64,8 @@ def outcomes(item):
 
 
 def counted(item):
-    """Return the conditions that are complete and pass their gate."""
-    return [o for o in outcomes(item) if o.complete and not o.gate]
+    """Return the conditions that are complete, pass their gate and have a gain to keep."""
+    return [o for o in outcomes(item) if o.complete and not o.gate and o.best < o.e0]
 
 
 def check_rule_table(item, block):
@@ -88,13 +88,14 @@ def check_rule_table(item, block):
 
 def check_rule_verdict(item, claim, evidence, compared, where):
     """Return the status of one of the two claims, and what is left of its sentence."""
-    every, counts = outcomes(item), counted(item)
+    every, gained = outcomes(item), counted(item)
+    counts = [o for o in every if o.complete and not o.gate]
     complete = sum(o.complete for o in every)
     near = sum(NEAR[0] <= o.factor <= NEAR[1] for o in counts)
     if match := re.match(r"(\d+) of (\d+) conditions are complete, and (\d+) of them pass their gate", evidence):
         said, expected = [int(n) for n in match.groups()], [complete, len(every), len(counts)]
         item.tally.same("counts", where, said, expected, 3)
-    if complete < len(every) or len(counts) < 2:
+    if complete < len(every) or len(gained) < 2:
         return "not tested", evidence.replace(match[0], "")
     if claim.startswith("The best factor"):
         said = re.search(r"the factor is in \[1/2, 2\] in (\d+)\.", evidence)

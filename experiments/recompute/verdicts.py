@@ -59,9 +59,15 @@ def _expected(item, items, claim, evidence, compared, where):
             item.tally.same("gate", where, c.untestable, why, len(re.findall(r"\d+", why)))
         if "the best other rho" in claim and len(c.seeds) >= c.asked:
             _best_other_rho(item, c, where)
+    why = re.match(r"Not a test of the claim at this scale: (.*?)\. (?=test error, %)", evidence)
+    gates, evidence = (why[1].split("; "), evidence[why.end() :]) if why else ([], evidence)
     status, rest = judged(compared), _sentences(item, evidence, compared, where)
+    if item.name == "p-norm" and status != "not tested":
+        edges = [e.row[0] for e in item.entries if _norm(e) and item.at_edge(e.runs[0])]
+        item.tally.same("gate", where, gates, [f"{name}'s rho is at the edge of its grid" for name in edges])
+        return "not tested at this scale" if edges else status, rest
     if " keeps at least " in claim:
-        return _kept(item, claim, status, compared[0], rest, where)
+        return _kept(item, claim, status, compared[0], gates, rest, where)
     if match := re.search(r"changes by less than ([\d.]+) points; more than ([\d.]+) would be a strong effect", rest):
         changes, margin = [interval(c.differences) for c in compared], STRONG * _gain(item, compared[0])
         widest = max(abs(mean) + half_width for mean, half_width in changes)
@@ -79,6 +85,11 @@ def _expected(item, items, claim, evidence, compared, where):
     if match := re.search(r"one step finds less than 80 % of what \d+ find: (\d+) %", rest):
         status, rest = "not reproduced", rest  # the share is not printed otherwise
     return status, rest
+
+
+def _norm(entry):
+    """Return whether a number is of a kind of perturbation, whose rho one of several was chosen."""
+    return entry.caption.startswith("Test error at the rho") and entry.column == "test error" and entry.row[0] != "SGD"
 
 
 def judged(compared):
@@ -197,7 +208,7 @@ def _gain(item, compared):
     return interval(errors)[0] - interval(list(compared.high.values()))[0]
 
 
-def _kept(item, claim, status, compared, rest, where):
+def _kept(item, claim, status, compared, said, rest, where):
     """Return whether an arm keeps 90 % of SAM's gain, and what is left of the sentence; the claim says its cost."""
     cost = re.search(r", at ([\d.]+) pass", claim)
     if cost and compared.differences:
@@ -208,11 +219,10 @@ def _kept(item, claim, status, compared, rest, where):
     if not compared.differences:
         return status, rest
     gates = _gates_of_arms(item, compared)
-    said = re.match(r"Not a test of the claim at this scale: (.*?)\. test error, %", rest)
-    item.tally.same("gate", where, said[1].split("; ") if said else [], gates, len(gates))
+    item.tally.same("gate", where, said, gates, len(gates))
     mean, half_width = interval(compared.differences)
     kept = "kept" if status == "reproduced" else "not kept" if mean - half_width > 0 else status
-    return "not tested at this scale" if gates else kept, rest.replace(said[1], "") if said else rest
+    return "not tested at this scale" if gates else kept, rest
 
 
 def _gates_of_arms(item, compared):
@@ -227,6 +237,9 @@ def _gates_of_arms(item, compared):
         rho = optim(entry.runs[0], "rho")
         at_edge = bool(rho) and len(set(tried)) > 2 and factor(rho) in (min(tried), max(tried))
         found += [f"{entry.row[0]}'s rho is at the edge of its grid"] * at_edge
+    errors = [item.errors(e) for e in (base, sam)]
+    mean, half_width = interval([errors[0][seed] - errors[1][seed] for seed in sorted(errors[0])])
+    found += [f"the gain of {sam.row[0]}, {mean:.1f} ± {half_width:.1f} points, may be nothing"] * (mean <= half_width)
     return found
 
 

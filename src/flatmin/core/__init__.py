@@ -1,4 +1,4 @@
-"""Sharpness-Aware Minimization: the optimizer and its maths. Needs only torch."""
+"""Sharpness-Aware Minimization: the optimizer and its math. Needs only torch."""
 
 from flatmin.core.gradient import SAMGradient, sam_gradient
 from flatmin.core.norm_layers import norm_parameters

@@ -51,7 +51,7 @@ class RiseCurve:
         try:
             figure = importlib.import_module("matplotlib.figure").Figure(figsize=(6.0, 3.6), layout="constrained")
         except ImportError as error:
-            raise ImportError('Plots need matplotlib: pip install "flatmin[lab]".') from error
+            raise ImportError("Plots need matplotlib: pip install matplotlib.") from error
         axes = figure.add_subplot()
         axes.spines[["top", "right"]].set_visible(False)
         share = [rise / self.loss if rise > 0 else math.nan for rise in self.rises]  # a fall has no logarithm
@@ -121,5 +121,5 @@ class RhoSuggestion:
 
     def __str__(self) -> str:
         text = f"rho = {self.rho:.3g} (loss {self.loss:.3g}, gradient norm {self.grad_norm:.3g}, "
-        text += f"{len(self.per_batch)} batches, {min(self.per_batch):.3g} to {max(self.per_batch):.3g} alone)"
+        text += f"{len(self.per_batch)} batches, per batch {min(self.per_batch):.3g} to {max(self.per_batch):.3g})"
         return "\n".join([text, *filter(None, [self.message])])

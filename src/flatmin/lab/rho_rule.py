@@ -46,6 +46,8 @@ RULES = (
     "that was chosen, e1 with factor 1 (the suggestion itself), five replicas each.",
     f"Claim 1 holds if e1 - (e0 - {KEPT:g} (e0 - e*)), in % of e0, is below 0 in the mean over conditions (one-sided "
     "t-test, 5 %; a condition is one value). It does not if the 95 % interval of the mean lies above 0.",
+    "A condition in which the chosen factor has no lower mean error than the baseline has no gain to keep, and is not "
+    "counted for claim 1.",
     f"Claim 2 holds if the chosen factor is in [1/2, 2] in at least {MOST_OF_THEM:.0%} of the conditions: a count.",
     "Shares of a gain are printed only where the gain itself is significant (paired t-test by seed, 5 %).",
     "Before the plan, one pilot each without SAM (seed 2000, which no other run has) showed that the conditions that "
@@ -76,6 +78,12 @@ class Outcome:
     def gate_note(self) -> str | None:
         """Why the condition does not count; None if it does."""
         return self.baseline.unfit_note or self.tuned.gate_note
+
+    @property
+    def gain_note(self) -> str | None:
+        """Says that there is no gain to keep; None if there is one."""
+        e0, best = _error(self.baseline), _error(self.tuned)
+        return None if best < e0 else f"tuned, its error is {best:.1f} %, and {self.baseline.method.name}'s {e0:.1f} %"
 
     @property
     def gain_is_significant(self) -> bool:
@@ -160,7 +168,14 @@ def rho_rule(scale: Scale, entries: Sequence[MethodResult]) -> Findings:
         hyperparameters=own_settings([e.chosen for e in entries if e.chosen is not None]),
         planned=[KEEPS, LIES],
         rules=RULES,
-        notes=[f"Not counted: {o.name}. {o.gate_note}." for o in outcomes if o.gate_note is not None],
+        notes=[
+            *(f"Not counted: {o.name}. {o.gate_note}." for o in outcomes if o.gate_note is not None),
+            *(
+                f"Not counted for claim 1: {o.name}, where {o.gain_note}."
+                for o in outcomes
+                if o.gate_note is None and o.gain_note is not None
+            ),
+        ],
     )
 
 
@@ -184,7 +199,8 @@ def _error(result: MethodResult) -> float:
 
 
 def _verdicts(outcomes: Sequence[Outcome], num_conditions: int) -> list[Verdict]:
-    counted = [o for o in outcomes if o.gate_note is None]
+    passing = [o for o in outcomes if o.gate_note is None]
+    counted = [o for o in passing if o.gain_note is None]
     contrast = OneSided(
         quantity="error above the limit, % of the baseline's",
         lower_name="suggested rho",
@@ -194,12 +210,12 @@ def _verdicts(outcomes: Sequence[Outcome], num_conditions: int) -> list[Verdict]
         num_asked=2,
         runs=runs_of(r.replicas for o in counted for r in (o.baseline, o.tuned, o.suggested)),
     )
-    near = sum(NEAR[0] <= o.factor <= NEAR[1] for o in counted)
+    near = sum(NEAR[0] <= o.factor <= NEAR[1] for o in passing)
     complete = f"{len(outcomes)} of {num_conditions} conditions are complete"
-    evidence = f"{complete}, and {len(counted)} of them pass their gate"
+    evidence = f"{complete}, and {len(passing)} of them pass their gate"
     if len(outcomes) < num_conditions or contrast.waits:
         return [Verdict(claim=claim, status="not tested", evidence=f"{evidence}.") for claim in (KEEPS, LIES)]
-    lies: VerdictStatus = "kept" if near >= MOST_OF_THEM * len(counted) else "not kept"
+    lies: VerdictStatus = "kept" if near >= MOST_OF_THEM * len(passing) else "not kept"
     return [
         contrast.kept(Family([contrast]).judge(KEEPS, [contrast])),
         Verdict(claim=LIES, status=lies, evidence=f"{evidence}; the factor is in [1/2, 2] in {near}."),

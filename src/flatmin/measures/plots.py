@@ -22,7 +22,7 @@ def new_figure(width: float = 6.0, height: float = 3.6) -> "Figure":
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError('Plots need matplotlib: pip install "flatmin[lab]".') from error
+        raise ImportError("Plots need matplotlib: pip install matplotlib.") from error
     return Figure(figsize=(width, height), layout="constrained")
 
 
@@ -151,7 +151,7 @@ def landscape_page(result: "Landscape", path: str | os.PathLike[str], metric: st
         from plotly import graph_objects
         from plotly.subplots import make_subplots
     except ImportError as error:
-        raise ImportError('Pages with 3-D surfaces need plotly: pip install "flatmin[lab]".') from error
+        raise ImportError("Pages with 3-D surfaces need plotly: pip install plotly.") from error
     values = _per_model(result, metric)
     if values.ndim == 2:
         raise ValueError("save_html needs a 2-D landscape, got a 1-D one: measure it with dims=2, or use plot().")

@@ -126,6 +126,23 @@ def test_a_condition_that_fails_its_gate_does_not_count_and_the_page_says_so():
     assert any("python-text" in note and "training error of 3.0 %" in note for note in found.notes)
 
 
+def test_a_condition_without_a_gain_counts_for_the_best_factor_alone_and_the_page_says_so():
+    """Where the tuned radius has a higher error than SGD, nine tenths of its gain would be kept by what is worse."""
+
+    def worse(job):
+        values = metrics(job)
+        return values | {"test_error": values["test_error"] + 0.2 * bool(text_with_sam(job))}
+
+    def text_with_sam(job):
+        return job.experiment.data.name == "python-text" and job.experiment.optim.uses_sam
+
+    found = invented_findings(RHO_RULE, "laptop", worse)
+    keeps, lies = found.verdicts
+    assert len(keeps.comparisons[0].values) == len(conditions("laptop")) - 1
+    assert f"{len(conditions('laptop'))} of them pass their gate" in lies.evidence
+    assert any(note.startswith("Not counted for claim 1: ") and "python-text" in note for note in found.notes)
+
+
 def test_nothing_is_judged_while_a_replica_is_missing():
     lost = only(lambda job: job.experiment.optim.rho != "auto" or job.seed != 3, metrics)
     assert {v.status for v in invented_findings(RHO_RULE, "laptop", lost).verdicts} == {"not tested"}

@@ -265,8 +265,8 @@ def test_the_validation_errors_that_chose_are_shown():
     table = next(t for t in findings.tables if "chosen" in t.title)
     chosen = [row for row in table.rows if row[-1] == "chosen"]
     assert [row[2] for row in chosen] == ["lr 0.2, decay 0.001", "lr 0.2, decay 0.001, rho 0.1"]
-    assert [row[3].values for row in chosen] == [pytest.approx((15.0,)), pytest.approx((12.0,))]
-    assert len({run for row in table.rows for run in row[3].runs if run.endswith(f"seed{TUNING_SEED}")}) == 7
+    assert [row[4].values for row in chosen] == [pytest.approx((15.0,)), pytest.approx((12.0,))]
+    assert len({run for row in table.rows for run in row[4].runs if run.endswith(f"seed{TUNING_SEED}")}) == 7
     assert [h.value for h in findings.hyperparameters if h.source == "validation"] == [row[2] for row in chosen]
 
 

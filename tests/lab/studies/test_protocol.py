@@ -1,6 +1,7 @@
 """The loop that runs a study; and its protocol: grids that grow, a gate, plans that do not change in silence."""
 
 import json
+import math
 import subprocess
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,7 +15,14 @@ from flatmin.lab.foret2021 import protocol
 from flatmin.lab.runs.record import Records, RunRecord
 from flatmin.lab.spec.experiment import Data, Experiment, Model, Optim
 from flatmin.lab.studies.condition_tables import condition_tables
-from flatmin.lab.studies.conditions import Condition, best_candidate, condition_jobs, condition_results, tuning_job
+from flatmin.lab.studies.conditions import (
+    Condition,
+    best_candidate,
+    better,
+    condition_jobs,
+    condition_results,
+    tuning_job,
+)
 from flatmin.lab.studies.findings import Findings, Verdict
 from flatmin.lab.studies.printed import Claims
 from flatmin.lab.studies.registered_plan import (
@@ -115,6 +123,34 @@ def test_a_comparison_that_fails_the_gate_is_not_tested_at_this_scale(known, rea
     verdict = next(v for v in verdicts if v.claim.startswith("net, data: SAM, m = 16 has a lower test error"))
     assert verdict.status == ("reproduced" if reason is None else "not tested at this scale")
     assert (reason or "points") in verdict.evidence
+
+
+@pytest.mark.parametrize(
+    ("name", "diverged", "said"),
+    [
+        ("test_loss", ("SAM, m = 16",), "not every replica of SAM, m = 16 has a finite test loss"),
+        ("test_loss", ("SGD", "SGD, twice the epochs"), "not every replica of SGD has a finite test loss"),
+        ("train_error", ("SGD", "SGD, twice the epochs"), "1 of 5 replicas of SGD end without a finite training error"),
+    ],
+)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_replica_that_diverges_does_not_make_a_comparison_vanish_or_pass_its_gate(name, diverged, said, value):
+    known = runs()
+    for key, record in list(known.items()):
+        if record.seed == 2 and record.experiment.name.rpartition("data/")[2] in diverged:
+            known |= {key: replace(record, history=[{**record.metrics, name: value}])}
+    claim = f"net, data: SAM, m = 16 has a lower {'test loss' if name == 'test_loss' else 'test error'} than SGD"
+    found = [v for v in study().findings("laptop", known).verdicts if v.claim.startswith(claim)]
+    assert [v.status for v in found] == ["not tested at this scale"]
+    assert said in found[0].evidence
+
+
+def test_of_several_baselines_one_without_any_number_is_not_the_better_one():
+    entries = condition_results([CONDITION], runs(), "item", SEEDS)
+    sgd, sam = (next(e for e in entries if e.method.name == name) for name in ("SGD", "SAM, m = 16"))
+    gone = [replace(record, history=[{**record.metrics, "test_error": math.inf}]) for record in sam.replicas.records]
+    diverged = replace(sam, replicas=replace(sam.replicas, records=gone))
+    assert better([diverged, sgd], "test_error") is sgd
 
 
 def test_claims_of_ours_are_marked_and_corrected_apart():

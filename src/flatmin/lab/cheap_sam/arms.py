@@ -149,6 +149,7 @@ _RULES = (
     "error and e SAM's (one-sided paired t-test, 5 %, Holm's correction over all arms of all conditions). It does not "
     "if the 95 % interval of the excess lies above 0. SAM has one eps for the batch where that is trained; elsewhere, "
     f"on clean Fashion-MNIST and in the perceptron, it is SAM with m = {protocol.M}.",
+    "Nothing is tested where SAM has no gain to keep: where the 95 % interval of its gain over SGD reaches 0.",
     "A share of SAM's gain is printed only where the gain is known to within half of itself (95 % interval).",
     "SGD that stops early costs the epochs up to the one that counts; it has to train on to know that it was the best.",
     f"Beyond the runs of Tables 1, 4 and 5 and of rho-rule: “{HALF}” and “{ASCENT}” with noisy labels, which were on "

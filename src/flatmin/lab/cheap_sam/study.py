@@ -133,16 +133,30 @@ def _verdict(entry: MethodResult, contrast: OneSided, family: Family, entries: S
     verdict = family.judge(f"{_claim(entry, entries)}{cost}.", [contrast])
     if contrast.waits:
         return verdict
-    notes = (_by_name(entries)[BASE].unfit_note, reference(entries).gate_note, entry.gate_note)
+    notes = (_by_name(entries)[BASE].unfit_note, reference(entries).gate_note, entry.gate_note, gain_note(entries))
     return gated(contrast.kept(verdict), notes)
 
 
 def sam_gains(entries: Sequence[MethodResult]) -> bool:
     """Return whether SAM's gain is known well enough to divide by: its 95 % interval is within half of it."""
+    gain = _sam_gain(entries)
+    return gain.mean > 2 * gain.half_width
+
+
+def gain_note(entries: Sequence[MethodResult]) -> str | None:
+    """Says that SAM has no significant gain to keep; None if it has one."""
+    gain = _sam_gain(entries)
+    if gain.mean > gain.half_width:
+        return None
+    return (
+        f"the gain of {reference(entries).method.name}, {gain.mean:.1f} ± {gain.half_width:.1f} points, may be nothing"
+    )
+
+
+def _sam_gain(entries: Sequence[MethodResult]) -> Interval:
     base, sam = _by_name(entries)[BASE], reference(entries)
     differences = base.lower_than(sam, "test error, %", "test_error").differences
-    gain = mean_and_interval(differences) if differences else Interval(0.0, math.inf)
-    return gain.mean > 2 * gain.half_width
+    return mean_and_interval(differences) if differences else Interval(0.0, math.inf)
 
 
 def share_of_gain(means: Mapping[str, float], name: str, sam: str = SAM) -> str:

@@ -15,7 +15,7 @@ REPEATED = ("error-reduction", "rho-0.05")
 OURS = " (ours)"
 LOWER = " has a lower test error than "
 TESTS = ("reproduced", "not reproduced", "inconclusive")
-LEAD = "In each condition the largest effect on the test error, significant or not:"
+LEAD = "In each condition the SAM with the lowest test error vs. its strongest rival, significant or not:"
 HOW_SURE = (
     "± is half of a 95 % confidence interval over n pairs of runs with the same seed; p is after Holm's correction. A "
     "step without SAM costs 1 pass."
@@ -23,28 +23,30 @@ HOW_SURE = (
 
 
 def answer(findings: Sequence[Findings], records: dict[str, RunRecord]) -> dict[str, Any]:
-    """Return the verdicts by status, each claim counted once, and the largest effect in each condition in a sentence.
+    """Return the verdicts by status, each claim counted once, and one effect in each condition in a sentence.
 
-    Effects are told whether they are significant or not: a choice among them would be one of those that look well.
+    It is told whether it is significant or not, and it is the hardest to show: the rival has the lowest error of all
+    with which SAM is compared.
     """
     counted = [(one, verdict) for one in findings if one.item not in REPEATED for verdict in one.verdicts]
-    papers = [verdict for _, verdict in counted if not verdict.claim.endswith(OURS)]
-    counts = Counter(verdict.status for verdict in papers)
-    tests = Counter(verdict.status for verdict in papers if _is_of_sam(verdict))
-    largest: dict[tuple[str, str], tuple[Findings, Verdict]] = {}
+    papers = [(one, verdict) for one, verdict in counted if not verdict.claim.endswith(OURS)]
+    counts = Counter(verdict.status for _, verdict in papers)
+    tests = Counter(verdict.status for _, verdict in papers if _is_of_sam(verdict))
+    hardest: dict[tuple[str, str], tuple[Findings, Verdict]] = {}
     for one, verdict in counted:
         if verdict.status == "kept":  # claims of our own, each with an effect that it names
-            largest[one.item, verdict.claim] = one, verdict
+            hardest[one.item, verdict.claim] = one, verdict
         elif verdict.status in TESTS and _is_of_sam(verdict):
             where = one.item, _condition(verdict)
-            if where not in largest or _size(verdict) > _size(largest[where][1]):
-                largest[where] = one, verdict
-    sentences = [_sentence(one, verdict, records, len(findings) > 1) for one, verdict in largest.values()]
-    is_choice = any(_is_of_sam(verdict) for _, verdict in largest.values()) and len(sentences) > 1
+            if where not in hardest or _errors(verdict) < _errors(hardest[where][1]):
+                hardest[where] = one, verdict
+    sentences = [_sentence(one, verdict, records, len(findings) > 1) for one, verdict in hardest.values()]
+    is_choice = any(_is_of_sam(verdict) for _, verdict in hardest.values()) and len(sentences) > 1
     repeated = [one.item for one in findings if one.item in REPEATED]
     left_out = f" Not counted, because they repeat other items' comparisons: {', '.join(repeated)}." if repeated else ""
+    left_out += _unplanned(papers)
     return {
-        "whose": "The paper's claims: " if len(papers) < len(counted) else "",
+        "whose": "The paper's claims:" if len(papers) < len(counted) else "",
         "tally": [(status, counts[status]) for status in get_args(VerdictStatus) if counts[status]],
         "headline": _headline(tests),
         "lead": LEAD if is_choice else "",
@@ -53,14 +55,26 @@ def answer(findings: Sequence[Findings], records: dict[str, RunRecord]) -> dict[
     }
 
 
+def _unplanned(papers: Sequence[tuple[Findings, Verdict]]) -> str:
+    """Return how many verdicts are of items without a registered plan; nothing if no item or every one has a plan."""
+    without = [(one.item, verdict.status) for one, verdict in papers if not one.is_registered]
+    if not without or len(without) == len(papers):
+        return ""
+    counts = Counter(status for _, status in without)
+    said = ", ".join(f"{counts[status]} {status}" for status in get_args(VerdictStatus) if counts[status])
+    return f" Of the counted claims, these are of items without a registered plan: {said} ({', '.join(dict(without))})."
+
+
 def _condition(verdict: Verdict) -> str:
     """Return what a claim says before it names its method."""
     method, _, _ = verdict.comparisons[0].name.partition(" - ")
     return verdict.claim.partition(f"{method}{LOWER}")[0].rstrip(":, ")
 
 
-def _size(verdict: Verdict) -> float:
-    return abs(verdict.comparisons[0].difference.mean)
+def _errors(verdict: Verdict) -> tuple[float, float]:
+    """Return the mean errors of the method and of its baseline."""
+    compared = verdict.comparisons[0]
+    return compared.baseline + compared.difference.mean, compared.baseline
 
 
 def _is_of_sam(verdict: Verdict) -> bool:

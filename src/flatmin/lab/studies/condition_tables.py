@@ -52,6 +52,8 @@ class _Compared:
 
     def verdict(self, family: Family) -> Verdict:
         contrast = self.contrast
+        if contrast.untestable:
+            return family.judge(f"{self.claim(contrast.higher_name)}{' (ours)' if self.is_ours else ''}", [contrast])
         comparison, correction = contrast.comparison(family.p_holm(contrast)), family.correction([contrast])
         difference, points = comparison.difference, "points" if unit_of(self.metric) else "nats"
         size = f"{difference.mean:+.2f} ± {difference.half_width:.2f} {points} over {comparison.num_pairs} pairs"
@@ -179,6 +181,9 @@ def _compared(entries: Sequence[MethodResult], metric: str) -> list[_Compared]:
         contrast = entry.lower_than(rival, METRIC_NAMES[metric], metric)
         if missing:
             contrast = replace(contrast, lower={}, higher={})
+        elif without := [e.method.name for e in (entry, rival) if len(e.values(metric)) < len(e.replicas.records)]:
+            why = f"not every replica of {' and '.join(without)} has a finite {METRIC_NAMES[metric]}"
+            contrast = replace(contrast, lower={}, higher={}, untestable=why)
         compared.append(_Compared(entry, rivals, metric, contrast))
     return compared
 
@@ -198,14 +203,17 @@ def _open_questions(entries: Sequence[MethodResult], waiting: Sequence[_Compared
 def choices(entries: Sequence[MethodResult]) -> list[Table]:
     """Return all candidates with their validation errors, in one table; nothing where none has run."""
     rows: list[Row] = [
-        [entry.condition.name, entry.method.name, setting_of(e), _error(record), "chosen" if e is entry.chosen else ""]
+        [
+            *(entry.condition.name, entry.method.name, setting_of(e), _rho(record), _error(record)),
+            "chosen" if e is entry.chosen else "",
+        ]
         for entry in entries
         for e, record in entry.tried
         if any(validation_error(known) is not None for _, known in entry.tried)
     ]
     table = Table(
         title="What was chosen on the validation split",
-        columns=("condition", "method", "setting", "validation error", ""),
+        columns=("condition", "method", "setting", "rho", "validation error", ""),
         folded=True,
         rows=rows,
         note="One run each, with a seed that none of the replicas has; the test set was not used.",
@@ -221,6 +229,12 @@ def setting_of(experiment: Experiment) -> str:
     parts += [f"m {optim.m}"] if optim.m is not None else []
     parts += [f"mixup {experiment.data.mixup:g}"] if experiment.data.mixup else []
     return ", ".join(parts)
+
+
+def _rho(record: RunRecord) -> str:
+    """Return the radius itself where the setting is a factor of the suggestion."""
+    rho = record.metrics.get("rho")
+    return "" if rho is None else f"{rho:.3g}"
 
 
 def _error(record: RunRecord) -> str | Cell:

@@ -10,12 +10,11 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from statistics import mean
 from typing import Any
 
 from flatmin.lab.runs.record import RunRecord
 from flatmin.lab.spec.experiment import Experiment
-from flatmin.lab.studies.contrasts import Contrast
+from flatmin.lab.studies.contrasts import Contrast, mean
 from flatmin.lab.studies.findings import Cell, Findings
 from flatmin.lab.studies.methods import VALIDATION, Method
 from flatmin.lab.studies.printed import Claimed
@@ -258,8 +257,9 @@ def condition_jobs(
 
 
 def better(entries: Sequence[MethodResult], name: str) -> MethodResult:
-    """Return the one with the lower mean of a metric."""
-    return min(entries, key=lambda entry: mean(entry.values(name).values()))
+    """Return the one with the lower mean of a metric; one without any number comes last."""
+    means = [mean(entry.values(name).values()) for entry in entries]
+    return min(zip(means, entries, strict=True), key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0])[1]
 
 
 def at_best_epoch(name: str, factor: float) -> Read:

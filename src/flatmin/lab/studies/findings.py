@@ -180,6 +180,8 @@ class Findings:
     """All runs of the study, by the names of their directories, those that chose hyperparameters included."""
     num_missing: int = 0
     """Runs that the study needs and that are not there."""
+    is_registered: bool = False
+    """Whether its plan was registered."""
 
     @property
     def place(self) -> str:

@@ -129,7 +129,7 @@ def with_plan(
         ),
         *differences(item, scale, known, plans[item.name]),
     ]
-    return replace(findings, notes=[*lines, *findings.notes])
+    return replace(findings, notes=[*lines, *findings.notes], is_registered=True)
 
 
 def _when(registration: Registration | None, records: Sequence[RunRecord]) -> str:

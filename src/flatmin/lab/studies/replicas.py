@@ -93,8 +93,11 @@ class Replicas:
         return columns
 
     def unfit_note(self, most: float) -> str | None:
-        """Return that the training error ends above a limit, in %; None if it does not, or is not known."""
-        error = mean(self.by_seed("train_error").values())
+        """Return that the training error ends above a limit, in %, or diverges; None if not, or if it is not known."""
+        errors = self.by_seed("train_error")
+        if diverged := sum(record.state == "finished" and record.seed not in errors for record in self.records):
+            return f"{diverged} of {len(self.records)} replicas of {self.name} end without a finite training error"
+        error = mean(errors.values())
         return f"{self.name} ends with a training error of {error:.1f} %, above {most:g} %" if error > most else None
 
     def along_training(self, name: str, read: Callable[[Metrics], float | None]) -> list[Series]:
