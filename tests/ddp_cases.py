@@ -10,6 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from flatmin import SAM, suggest_rho
+from flatmin.integrations.deferred_step import DeferredSAM, RhoSearch
 from references import closure_of
 from two_processes import recorded_collectives
 
@@ -220,3 +221,23 @@ def train_example(rank, path):
         train = runpy.run_path(str(path))["train"]
         models = [train("closure"), train("perturbed"), train("closure", sync_perturbation=True)]
     return [model.state_dict() for model in models]
+
+
+def search_with_an_overflow(rank):
+    """Search the radius of a trainer under DDP, with gradients that overflow on rank 0 alone in the first step."""
+    ddp = DistributedDataParallel(make_model())
+    opt = DeferredSAM(torch.optim.SGD(ddp.parameters(), lr=0.1), rho=0.0, model=ddp)
+    scaler, search, found = torch.amp.GradScaler("cpu", init_scale=8.0), RhoSearch(opt), []
+    for step in range(3):
+
+        def run(step=step):
+            opt.zero_grad()
+            overflow = torch.inf if (rank, step) == (0, 0) else 1.0
+            loss = loss_of(ddp, whole_batch(rank, 0))
+            scaler.scale(overflow * loss).backward()
+            return loss
+
+        search.measure(run, scaler)
+        found.append((opt.rho, search._num_left))
+        run()  # the training step's own pass
+    return found

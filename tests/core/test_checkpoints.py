@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from flatmin import SAM
+from flatmin import SAM, norm_parameters
 from references import closure_of
 
 BASES = {
@@ -145,3 +145,28 @@ def test_initializing_for_a_distributed_checkpoint_changes_no_weight_and_is_not_
     assert equal(model, before)
     assert opt.param_groups[0]["lr"] == 0.01
     assert opt.needs_perturbed_pass
+
+
+def test_radii_of_groups_stay_with_a_state_dict_that_has_none():
+    """A checkpoint of the base optimizer knows no radii: SAM on norm layers must not become SAM on all of them."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 1))
+    plain = [{"params": group["params"]} for group in norm_parameters(model)]
+    opt = SAM(torch.optim.SGD(norm_parameters(model), lr=0.1), rho=0.5)
+    before = len(opt.perturbed_parameters)
+    opt.load_state_dict(torch.optim.SGD(plain, lr=0.2).state_dict())
+    assert [group["lr"] for group in opt.param_groups] == [0.2, 0.2]
+    assert len(opt.perturbed_parameters) == before == 2
+    # A checkpoint of SAM has its own radii, also where it has none.
+    opt.load_state_dict(SAM(torch.optim.SGD(plain, lr=0.2), rho=0.3).state_dict())
+    assert len(opt.perturbed_parameters) == 6
+    assert opt.rho == 0.3
+
+
+def test_a_generator_that_is_assigned_or_seeded_is_in_the_next_state_dict():
+    (model, opt), (other_model, other) = (make(direction="random") for _ in range(2))
+    opt.generator = torch.Generator().manual_seed(7)
+    opt.generator.manual_seed(8)
+    other.load_state_dict(copy.deepcopy(opt.state_dict()))
+    for one, its in ((model, opt), (other_model, other)):
+        step(one, its, 0)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other_model.parameters(), strict=True))

@@ -123,3 +123,14 @@ def test_mixing_in_the_two_pass_form_needs_a_shared_perturbation(two_processes):
 def test_a_rest_that_drops_the_gradients_is_refused(two_processes):
     for message in two_processes.run(ddp_cases.rest_that_drops_gradients):
         assert "must zero them with opt.zero_grad()" in message
+
+
+def test_a_trainers_search_for_rho_skips_a_step_that_overflows_on_one_worker_on_all(two_processes):
+    model = ddp_cases.make_model()
+    params = dict(model.named_parameters())
+    batches = [ddp_cases.whole_batch(rank, 0) for rank in range(2)]
+    losses = [ddp_cases.loss_of(model, batch).item() for batch in batches]
+    norms = [torch.cat([g.reshape(-1) for g in gradient(model, params, {}, batch, False)]).norm() for batch in batches]
+    rho = pytest.approx(0.1 * sum(losses) / sum(norms).item())
+    for found in two_processes.run(ddp_cases.search_with_an_overflow):
+        assert found == [(0.0, 8), (rho, 7), (rho, 6)]

@@ -1,6 +1,7 @@
 """SAM in the loops people have: AMP, clipping, compilation, schedulers, hooks, trainers' wrappers."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import references
-from flatmin import SAM
+from flatmin import SAM, suggest_rho
 
 
 def make(base=torch.optim.SGD, dtype=torch.float64, lr=0.1, **settings):
@@ -125,6 +126,41 @@ def test_bf16_autocast_gives_the_step_of_its_own_gradients():
     moved, expected = weights(model) - before, weights(exact) - before
     assert torch.nn.functional.cosine_similarity(moved, expected, dim=0) > 0.99
     assert opt.metrics.perturbation_norm.item() == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("way", ["closure", "two passes", "part"])
+def test_autocast_around_the_whole_step_is_autocast_around_each_pass(way):
+    """Autocast keeps its casts of the weights until its block ends; those of w must not stand for w + eps."""
+
+    def step(outer):
+        model, opt = make(dtype=torch.float32, rho=1.0)
+        x, y = batch(torch.float32)
+
+        def loss(x=x, y=y):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return loss_of(model, (x, y))
+
+        with torch.autocast("cpu", dtype=torch.bfloat16) if outer else nullcontext():
+            if way == "closure":
+                opt.step(references.closure_of(opt, loss))
+            elif way == "part":
+                opt.step_batch(loss, (x, y), part=1 / 4)
+            else:
+                loss().backward()
+                with opt.perturbed():
+                    loss().backward()
+                opt.step()
+        return weights(model)
+
+    assert torch.equal(step(outer=True), step(outer=False))
+
+
+def test_the_rise_of_the_loss_is_measured_within_autocast():
+    model, opt = make(dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = suggest_rho(opt, lambda x, y: loss_of(model, (x, y)), [batch(torch.float32)])
+        (rise,) = found.measure([4 * found.rho]).rises[-1:]
+    assert rise > 0.2 * found.loss
 
 
 @pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0")

@@ -291,6 +291,69 @@ def test_a_queue_is_repeated_wherever_zero_grad_stands(order):
         assert abs(opt.metrics.sharpness.item()) < 1e-5
 
 
+@pytest.mark.parametrize("zero_grad", ["right before the pass", "before both passes", "after the steps"])
+@pytest.mark.parametrize("base", ["SAM", "SGD"])
+def test_a_generators_second_pass_sees_the_discriminator_that_its_first_one_saw(zero_grad, base):
+    """The discriminator takes its step between the generator's zero_grad() and its first pass."""
+    torch.manual_seed(0)
+    generator, discriminator = (nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, n)) for n in (2, 1))
+    models = nn.ModuleList([generator, discriminator])
+    opt_g = SAM(torch.optim.SGD(generator.parameters(), lr=0.05), rho=1e-6, model=models)
+    opt_d = torch.optim.SGD(discriminator.parameters(), lr=1.0)
+    opt_d = SAM(opt_d, rho=1e-6, model=models) if base == "SAM" else opt_d
+
+    def loss_d():
+        loss = discriminator(generator(latents).detach()).square().mean()
+        loss.backward()
+
+    for step in range(3):
+        latents = torch.randn(8, 2)
+        if zero_grad == "before both passes":
+            opt_g.zero_grad()
+        if zero_grad != "after the steps":
+            opt_d.zero_grad()
+        loss_d()
+        if base == "SAM":
+            with opt_d.perturbed():
+                loss_d()
+        opt_d.step()
+        if zero_grad == "right before the pass":
+            opt_g.zero_grad()
+        loss = discriminator(generator(latents)).sin().mean()
+        loss.backward()
+        with opt_g.perturbed(loss) as second:
+            second.loss = discriminator(generator(latents)).sin().mean()
+            second.loss.backward()
+        opt_g.step()
+        assert abs(opt_g.metrics.sharpness.item()) < 1e-5, step
+        if zero_grad == "after the steps":
+            opt_g.zero_grad()
+        opt_d.zero_grad()
+
+
+def test_a_teacher_that_is_updated_after_zero_grad_is_the_same_in_both_passes():
+    torch.manual_seed(0)
+    student, teacher = nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False)
+    both = nn.ModuleDict({"student": student, "teacher": teacher})
+    opt = SAM(torch.optim.SGD(student.parameters(), lr=0.5), rho=0.1, model=both)
+    for _ in range(3):
+        seen = []
+        x = torch.randn(8, 3)
+
+        def loss(x=x, seen=seen):
+            seen.append(teacher.weight.clone())
+            return (student(x) - teacher(x)).square().mean()
+
+        loss().backward()
+        with opt.perturbed():
+            loss().backward()
+        opt.step()
+        opt.zero_grad()
+        with torch.no_grad():
+            teacher.weight.lerp_(student.weight, 0.5)
+        assert torch.equal(*seen)
+
+
 def test_noise_drawn_before_the_model_is_called_is_replayed_from_zero_grad_on():
     """The latents of a GAN, the time steps of a diffusion model; the model also runs in another optimizer's step."""
     torch.manual_seed(0)

@@ -214,3 +214,13 @@ def test_a_complex_parameter_is_perturbed_like_a_pair_of_real_ones(p):
         opt = SAM(torch.optim.SGD([param], lr=0.01), rho=0.1, p=p)
         opt.step(closure_of(opt, loss))
     torch.testing.assert_close(torch.view_as_real(z.detach()), xy.detach())
+
+
+def test_a_gradient_that_is_conjugated_lazily_is_taken_as_it_is():
+    """Of Re(conj(w) x) the gradient is x, which autograd gives as a conjugate view."""
+    x = torch.tensor([2.0 - 1.0j, 1.0 + 1.0j], dtype=torch.complex128)
+    w = nn.Parameter(torch.tensor([1.0 + 2.0j, 3.0 - 1.0j], dtype=torch.complex128))
+    before = w.detach().clone()
+    opt = SAM(torch.optim.SGD([w], lr=0.1), rho=0.5)
+    opt.step(closure_of(opt, lambda: (w.conj() * x).real.sum()))
+    torch.testing.assert_close(w.detach(), before - 0.1 * x)

@@ -251,6 +251,7 @@ def test_passes_of_a_batch_draw_the_same_noise_and_batches_draw_their_own():
 WRONG = [
     ({"opt": "base"}, TypeError, "opt must be a flatmin.SAM, got SGD"),
     ({"direction": "random"}, ValueError, "direction='random'"),
+    ({"maximize": True}, ValueError, "a parameter group has maximize=True"),
     ({"num_batches": 0}, ValueError, "num_batches must be"),
     ({"rise": 0.0}, ValueError, "rise must be"),
     ({"m": 9}, ValueError, "m must be at least 1 and at most the 8 examples"),
@@ -269,6 +270,7 @@ WRONG = [
 def test_errors_say_what_to_do(changes, error, message):
     settings = {key: changes[key] for key in ("direction", "radii", "rho") if key in changes}
     _, opt, loss_fn = quadratic(**settings)
+    opt.param_groups[-1]["maximize"] = "maximize" in changes
     change = changes.get("loss", lambda loss: loss)
     options = {key: changes[key] for key in ("m", "num_batches", "rise") if key in changes}
     with pytest.raises(error, match=message):

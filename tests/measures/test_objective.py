@@ -355,7 +355,17 @@ def test_error_rates_of_classes_of_maps_and_of_soft_targets():
     assert error_rate(logits, labels) == 0.25
     assert error_rate(logits, torch.nn.functional.one_hot(labels, 2).float()) == 0.25
     assert error_rate(logits[:, :, None].expand(4, 2, 5), labels[:, None].expand(4, 5)) == 0.25
-    for outputs, targets in ((torch.ones(4), labels), (torch.ones(4, 1, 2), torch.ones(4)), ("a", labels)):
+    assert error_rate(logits, labels.bool()) == 0.25
+    none = [
+        *((torch.ones(4), labels), (torch.ones(4, 1, 2), torch.ones(4)), ("a", labels)),
+        (torch.ones(4, 1), labels),  # one logit
+        (torch.ones(4, 1), torch.ones(4, 1)),  # a regression
+        (logits, torch.randn(4, 2)),  # several of them
+        (logits, torch.ones(4, 2)),  # several labels at once
+        (logits, torch.tensor([1, 0, -100, 0])),  # labels to ignore
+        (logits, torch.tensor([1, 0, 2, 0])),
+    ]
+    for outputs, targets in none:
         with pytest.raises(ValueError, match="For other outputs use metric='loss'"):
             error_rate(outputs, targets)
 

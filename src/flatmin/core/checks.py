@@ -228,6 +228,7 @@ def keep_loss(loss: Any) -> Tensor:
     value = torch.as_tensor(loss)
     if value.numel() != 1:
         raise ValueError(f"The closure must return a scalar loss, got a tensor of shape {tuple(value.shape)}.")
+    value = value if value.is_floating_point() else value.to(torch.get_default_dtype())
     return value.detach().clone()
 
 

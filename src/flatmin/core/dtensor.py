@@ -41,7 +41,7 @@ def local_part(tensor: Tensor) -> Tensor:
         tensor = wait() if wait is not None else tensor
     if tensor.layout != torch.strided:
         tensor = tensor.to_dense()
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def local_gradient(parameter: Tensor, grad: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ def dual_exponent(p: float) -> float:
 def working_copy(tensor: Tensor) -> Tensor:
     """Return a copy to compute in: dense, real (complex numbers are pairs), of float32 or better."""
     tensor = tensor.to_dense() if tensor.layout != torch.strided else tensor
-    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     return tensor.to(working_dtype(tensor.dtype), copy=True)
 
 

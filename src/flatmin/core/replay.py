@@ -1,12 +1,14 @@
 """The two-pass form: where the first pass began, and a second pass that draws the same noise from the same buffers."""
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from flatmin.core.pass_state import PassState
 from flatmin.core.rng import RandomState
@@ -21,6 +23,16 @@ NOISE_ERROR = (
 )
 
 _open_blocks: list["Replay"] = []  # of all optimizers: the outermost one looks after the generators
+_num_steps = 0  # of all optimizers, SAM or not
+
+
+@functools.cache
+def _count_steps() -> None:
+    def count(*_: Any) -> None:
+        global _num_steps
+        _num_steps += 1
+
+    register_optimizer_step_post_hook(count)
 
 
 class Replay:
@@ -28,12 +40,14 @@ class Replay:
 
     It begins at the first forward pass of ``model`` since the last step, or at ``opt.zero_grad()`` before it, because
     noise may be drawn before the model is called (latents of a GAN). ``zero_grad()`` may also come between forward and
-    backward, or right after the last step: the gradients say whether there was a backward pass since.
+    backward, or right after the last step: the gradients say whether there was a backward pass since. If there was
+    none, what came before the step of any optimizer was another pass (of the other network of a GAN), after which
+    weights differ.
     """
 
     def __init__(self, passes: "StepPasses") -> None:
         self._passes = passes
-        self._handle: Any = None
+        self._handles: list[Any] = []
         self.is_paused = False  # in closures, whose passes SAM runs itself
         self._num_replayed: int | None = None  # forward passes in the block; None outside
         self.forget()
@@ -41,20 +55,26 @@ class Replay:
     def forget(self) -> None:
         """Begin a new step."""
         self._zeroed: PassState | None = None
+        self._zeroed_after = 0  # which step of any optimizer
         self._zeroed_late = False  # a forward pass had been recorded before
         self._forwards: list[RandomState] = []
+        self._forwards_after = 0
         self._first_forward: PassState | None = None
 
     def watch(self, model: nn.Module | None) -> None:
         """Record the forward passes of a model, and no longer another model's."""
-        if self._handle is not None:
-            self._handle.remove()
-        self._handle = None if model is None else model.register_forward_pre_hook(_ForwardHook(self), prepend=True)
+        for handle in self._handles:
+            handle.remove()
+        hook = _ForwardHook(self)
+        self._handles = [module.register_forward_pre_hook(hook, prepend=True) for module in _called_modules(model)]
+        if self._handles:
+            _count_steps()
 
     def at_zero_grad(self) -> None:
         """Record that the gradients were reset."""
         if not self.is_paused:
             self._zeroed, self._zeroed_late = self._passes.start(), bool(self._forwards)
+            self._zeroed_after = _num_steps
 
     def at_forward(self) -> None:
         """Record a forward pass of the first pass, or put the generators where they were in the first pass."""
@@ -63,11 +83,12 @@ class Replay:
         if self._num_replayed is not None:
             self._replay_forward()
             return
-        # What came before a zero_grad() without a backward pass was another pass.
-        if self._zeroed_late and self._passes.state.marks.num_backwards() == 0:
+        # What came before a zero_grad() or a step without a backward pass was another pass.
+        is_another = self._zeroed_late or self._forwards_after != _num_steps
+        if is_another and self._passes.state.marks.num_backwards() == 0:
             self._forwards, self._zeroed_late = [], False
         if not self._forwards:
-            self._first_forward = self._passes.start()
+            self._forwards_after, self._first_forward = _num_steps, self._passes.start()
             self._forwards.append(self._first_forward.random)
         else:
             self._forwards.append(self._random_state())
@@ -77,7 +98,8 @@ class Replay:
         """Start a second pass where the first one began; raise at the end unless its generators end where they did."""
         zeroed = None if self._zeroed_late else self._zeroed
         begin = self._first_forward if self._forwards else zeroed
-        if begin is not None:
+        # A model that was not called: after another optimizer's step nobody knows what it was in the first pass.
+        if begin is not None and (self._forwards or self._zeroed_after == _num_steps):
             # Another optimizer may have moved parameters of the same model, which are not ours to put back.
             begin.model.begin_again(without=[p for block in _open_blocks for p in block._passes.parameters()])
         is_outermost = not _open_blocks
@@ -120,6 +142,15 @@ class Replay:
 
     def _random_state(self) -> RandomState:
         return RandomState(dict.fromkeys(p.device for p in self._passes.parameters()))
+
+
+def _called_modules(model: nn.Module | None) -> Iterator[nn.Module]:
+    """Yield the modules that are called: those inside containers, which are not."""
+    if isinstance(model, nn.ModuleList | nn.ModuleDict):
+        for module in model.children():
+            yield from _called_modules(module)
+    elif model is not None:
+        yield model
 
 
 class _ForwardHook:

@@ -28,6 +28,10 @@ from flatmin.core.weight_perturber import AscentNorms, WeightPerturber
 LossFn = Callable[..., Tensor]
 
 
+class NotFiniteError(ValueError):
+    """The loss or the gradient of some batch overflows, or is not a number."""
+
+
 def suggest_rho(
     opt: SAM,
     loss_fn: LossFn,
@@ -110,7 +114,7 @@ def _means(table: Tensor) -> list[float]:
 def _check(loss: float, unit: float) -> None:
     for name, value in (("loss", loss), ("gradient's norm", unit)):
         if not math.isfinite(value):
-            raise ValueError(
+            raise NotFiniteError(
                 f"The {name} is {value}, so no radius follows from it. Look for bad inputs or a diverged model; in "
                 "float16, multiply the loss by a constant such that its gradients neither overflow nor vanish."
             )

@@ -61,8 +61,9 @@ class SAM(OptimizerWrapper):
         base: a built optimizer, such as ``torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)``. Or a list of
             them, each with its own parameters, such as ``[muon, adamw]``: one perturbation with one joint norm over
             all, one set of passes, and then each takes its step.
-        rho: the radius of the neighborhood. May be changed between steps by assigning to ``opt.rho``, which is part of
-            the state dict. With 0 a step is one plain pass, exactly the base optimizer's.
+        rho: the radius of the neighborhood; :func:`flatmin.suggest_rho` finds its scale. May be changed between steps
+            by assigning to ``opt.rho``, which is part of the state dict. With 0 a step is one plain pass, exactly the
+            base optimizer's.
         p: the norm of the neighborhood, in [1, inf].
         adaptive: ASAM (Kwon et al., 2021): :math:`T = \rho (|w| + \eta)`. A float is eta; True is 0.01. Its rho is
             larger than SAM's: 0.5 to 2.
@@ -161,7 +162,6 @@ class SAM(OptimizerWrapper):
             replica = 0 if sync_perturbation else ddp.replica_of(model)
             device = next(self._passes.parameters()).device
             self.generator = generator or direction_generator(device, shared=shared, replica=replica)
-            self.param_groups[0][GENERATOR_KEY] = self.generator.get_state()
 
     # What can be read and changed.
 
@@ -188,6 +188,7 @@ class SAM(OptimizerWrapper):
     @generator.setter
     def generator(self, generator: torch.Generator | None) -> None:
         self._passes.generator = check_generator(generator)
+        self._keep_generator()
 
     @property
     def model(self) -> nn.Module | None:
@@ -390,9 +391,10 @@ class SAM(OptimizerWrapper):
 
         .. math:: g = g_{batch}(w) + g_{part}(w + \epsilon) - g_{part}(w),
 
-        an unbiased estimate of m-SAM's gradient with m the size of the part. Its rho is smaller than SAM's: start at
-        :math:`\rho_{SAM} \sqrt{part}`. Zeroing, backward, splitting and weighting are done here. Batches must be
-        shuffled: the first examples stand for all. Running statistics of batch norm come from the rest of the batch.
+        an unbiased estimate of m-SAM's gradient with m the size of the part. Its rho is smaller than SAM's; measure it
+        with ``suggest_rho(..., m=...)``, the size of the part. Zeroing, backward, splitting and weighting are done
+        here. Batches must be shuffled: the first examples stand for all. Running statistics of batch norm come from the
+        rest of the batch.
 
         Args:
             loss_fn: returns the **mean** loss of the examples it is given: ``loss_fn(*batch)`` for a tuple or list,
@@ -475,6 +477,7 @@ class SAM(OptimizerWrapper):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the base optimizer's state dict; its first group also has SAM's radius, generator and functions."""
+        self._keep_generator()
         state_dict = super().state_dict()
         for function in self._passes.functions:
             if function.has_state:
@@ -482,8 +485,9 @@ class SAM(OptimizerWrapper):
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of SAM or of its base optimizer; without a radius in it, ``rho`` stays as it is."""
+        """Load a state dict of SAM or of its base optimizer, whose radii, having none, stay as they are."""
         rho, groups = self.rho, state_dict.get("param_groups", ())
+        radii = [group.get("sam_rho") for group in self.param_groups]
         for group in groups:  # before anything changes
             check_rho(group.get("sam_rho", 0.0), "sam_rho")
             check_rho(group.get(RHO_KEY, 0.0), RHO_KEY)
@@ -497,11 +501,19 @@ class SAM(OptimizerWrapper):
             super().load_state_dict(state_dict)
         for key in FUNCTION_KEYS:
             self.param_groups[0].pop(key, None)
+        if RHO_KEY not in self.param_groups[0]:
+            for group, radius in zip(self.param_groups, radii, strict=True):
+                if radius is not None:
+                    group.setdefault("sam_rho", radius)
         self.rho = self.param_groups[0].get(RHO_KEY, rho)
         self._state.marks.revoke_step()
         generator_state = self.param_groups[0].get(GENERATOR_KEY)
         if generator_state is not None and self.generator is not None:
             self.generator.set_state(generator_state.cpu())
+
+    def _keep_generator(self) -> None:
+        if self.generator is not None and self.direction == "random":
+            self.param_groups[0][GENERATOR_KEY] = self.generator.get_state()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("base", "settings", "generator", "rho", "model")}

@@ -86,6 +86,7 @@ class WeightPerturber:
         for block in self._blocks:
             torch._foreach_copy_(block.parts(), block.saved_views)
             block.direction = None
+        _forget_casts()
 
     @torch.no_grad()
     def ascend(
@@ -114,6 +115,7 @@ class WeightPerturber:
             return self._ascend(_Ball(radii, p, eta), maximize, vector_of, noise, several)
         finally:
             self._free_scratch()
+            _forget_casts()
 
     @torch.no_grad()
     def first_order_rise(self, gradient_of: VectorOf) -> Tensor:
@@ -205,6 +207,11 @@ class WeightPerturber:
         # The passes need the memory, and the views stay valid without it.
         for scratch in self._scratch:
             scratch.untyped_storage().resize_(0)
+
+
+def _forget_casts() -> None:
+    """Make autocast cast the weights anew: within one block of it, all passes share casts that are made once."""
+    torch.clear_autocast_cache()
 
 
 def _join_pairs(rows: Tensor, q: float) -> Tensor:

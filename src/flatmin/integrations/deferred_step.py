@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from flatmin.core.checks import Closure, shares_of
 from flatmin.core.optimizer_wrapper import with_own_hooks
 from flatmin.core.pass_check import check_pass
-from flatmin.core.rho_finder import suggest_rho
+from flatmin.core.rho_finder import NotFiniteError, suggest_rho
 from flatmin.core.sam import SAM
 
 Kind = TypeVar("Kind", bound=SAM)
@@ -83,17 +83,15 @@ class RhoSearch:
         if self._num_left == 0:
             return
         scale = 1.0 if scaler is None else scaler.get_scale()
-        parameters = [p for group in self._sam.param_groups for p in group["params"]]
 
         def loss_fn(_: Tensor) -> Tensor:
-            loss = run().detach() * scale
-            if scaler is not None and not all(p.grad.isfinite().all() for p in parameters if p.grad is not None):
-                raise OverflowError
-            return loss.requires_grad_()  # its backward() does nothing: run() has called it
+            return (run().detach() * scale).requires_grad_()  # its backward() does nothing: run() has called it
 
         try:
             suggestion = suggest_rho(self._sam, loss_fn, [torch.zeros(1)], num_batches=1)
-        except OverflowError:
+        except NotFiniteError:  # on all workers, whichever of them overflows
+            if scaler is None:
+                raise
             return  # the scaler will skip this step and lower its scale
         self._values += torch.tensor([suggestion.loss, suggestion.rise * suggestion.loss / suggestion.rho]) / scale
         loss, unit = self._values.tolist()

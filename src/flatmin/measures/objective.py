@@ -236,17 +236,29 @@ def _channels_last(tensor: Tensor) -> Tensor:
 def error_rate(outputs: Any, targets: Any) -> float:
     """Return the fraction of wrong predictions: the largest output (dimension 1) is not the target's.
 
+    Targets are classes, or probabilities of them (of mixed images, say). With one output, with targets of several
+    labels or with labels to ignore there is no error rate.
+
     Example:
         >>> error_rate(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1]))
         0.5
     """
-    if isinstance(outputs, Tensor) and isinstance(targets, Tensor) and outputs.ndim >= 2:
-        labels = targets.argmax(1) if targets.is_floating_point() and targets.shape == outputs.shape else targets
+    if isinstance(outputs, Tensor) and isinstance(targets, Tensor) and outputs.ndim >= 2 and outputs.shape[1] >= 2:
+        labels = targets.argmax(1) if _are_probabilities(targets, outputs.shape) else targets
         predicted = outputs.argmax(1)
         if labels.shape == predicted.shape and not labels.is_floating_point():
-            return int((predicted != labels).sum()) / labels.numel()
+            classes = labels.long()
+            if bool(((classes >= 0) & (classes < outputs.shape[1])).all()):
+                return int((predicted != classes).sum()) / classes.numel()
     shapes = [tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in (outputs, targets)]
     raise NoErrorRateError(
-        f"The error rate needs outputs (N, classes, ...) and targets (N, ...) with classes, got {shapes[0]} and "
-        f"{shapes[1]}. For other outputs use metric='loss'."
+        f"The error rate needs outputs (N, classes, ...) of at least 2 classes, and targets (N, ...) with classes from "
+        f"0 on, or probabilities of them; got {shapes[0]} and {shapes[1]}. For other outputs use metric='loss'."
     )
+
+
+def _are_probabilities(targets: Tensor, shape: torch.Size) -> bool:
+    if not targets.is_floating_point() or targets.shape != shape:
+        return False
+    sums = targets.sum(1)
+    return bool((targets >= 0).all()) and torch.allclose(sums, torch.ones_like(sums), atol=1e-2)

@@ -86,8 +86,13 @@ def test_a_radius_is_suggested_with_its_curve_and_words_only_where_something_is_
     (file,) = (path / "measures").glob("rho-*.json")
     facts = json.loads(file.read_text())
     assert f"{facts['rho']:.4g}" in out
-    assert all(name in out for name in ("per_batch", "rhos", "rises", "first_order", file.with_suffix(".svg").name))
-    assert len(facts["rises"]) == 9
+    assert all(name in out for name in ("per_batch", "to first order", file.with_suffix(".svg").name))
+    rows = [line.split("│")[1:4] for line in out.splitlines() if line.count("│") == 4]
+    expected = zip(facts["rhos"], facts["rises"], facts["first_order"], strict=True)
+    assert [[float(number) for number in row] for row in rows] == [
+        [pytest.approx(v, 1e-3) for v in e] for e in expected
+    ]
+    assert len(rows) == 9
 
 
 def test_measurements_of_a_sweep_and_of_the_command_line_are_shared(capsys, tmp_path, monkeypatch):

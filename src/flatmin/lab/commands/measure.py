@@ -13,7 +13,9 @@ from flatmin.lab.commands.console import find_run, number, table, write_event
 from flatmin.lab.errors import RunError
 from flatmin.lab.sweeps.measurements import Bound, Landscape, Measurement, Rho, Sharpness, Spectrum, measure_run
 
-SHOWN_LISTS = ("eigenvalues", "residuals", "per_batch", "rhos", "rises", "first_order")  # the others: in the files
+SHOWN_LISTS = ("eigenvalues", "residuals", "per_batch")  # the others: in the files
+RISES = {"rhos": "rho", "rises": "rise of the loss", "first_order": "to first order"}
+"""What is measured at several radii, and the columns of its table."""
 M = TypeVar("M", bound=Measurement)
 
 
@@ -43,8 +45,11 @@ class MeasureRun(Generic[M]):
         if self.output == "json":
             write_event("measure", {"file": f"{target}.json", **facts})
             return
-        rows = [(name, text) for name, value in facts.items() if (text := _cell(name, value)) is not None]
+        rows = [(name, text) for name, value in facts.items() if (text := _cell(name, value))]
         files = sorted(file.name for file in target.parent.glob(f"{target.name}.*") if file.suffix != ".cache")
+        if facts.keys() >= RISES.keys():
+            numbers = zip(*(map(number, facts[key]) for key in RISES), strict=True)
+            console.print(table("The loss over rho", tuple(RISES.values()), list(numbers)))
         console.print(table(f"{path}/measures", ("what", "value"), [*rows, ("files", "\n".join(files))]))
 
     def _shown_to_be_working(self, path: Path) -> Any:

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from flatmin.core.checks import check_p, check_rho
+from flatmin.core.checks import FIND_RHO, check_p, check_rho
 from flatmin.lab.errors import SpecError
 from flatmin.lab.spec.fields import conform, require
 
@@ -84,7 +84,8 @@ class Optim:
             try:
                 check(value if isinstance(value, float) else 0.0)
             except ValueError as error:
-                raise SpecError(f"optim.{name}: {error}") from None
+                said = str(error).replace(FIND_RHO, "auto measures the scale.")
+                raise SpecError(f"optim.{name}: {said}") from None
         one_ascent, ascent = self.ascent_steps == 1, self.direction == "gradient"
         cheap = self.part < 1 or self.every > 1 or self.weight not in (None, 1)
         alone = ascent and not cheap and self.m is None and one_ascent
