@@ -17,7 +17,7 @@ from pathlib import Path
 from recompute.figures import check_figures, front, reductions
 from recompute.items import Item
 from recompute.overview import check_answer, check_overview, read_overview
-from recompute.page import NUMBER, Tally, read_page
+from recompute.page import NUMBER, Tally, interval, read_page
 from recompute.rule import TABLE, check_rule_table, outcomes
 from recompute.runs import Study, detectable, factor, facts, first_runs, optim
 from recompute.settings import check_settings
@@ -88,6 +88,11 @@ def check_head(head, items, study, tally):
     match = re.search(r"(\d+) finished runs? \((.+?) of training\)", text)
     tally.same("counts", "head", int(match[1]), len(study.runs))
     tally.seconds("cost", "head", match[2], sum(run["time_seconds"] for run in study.runs.values()))
+    for said in (line.strip("*") for line in head if line.startswith("**With ")):  # a page of one item opens with it
+        (item,), (evidence, early) = items, re.fullmatch(r"(.+\.) SGD stopped at .* has ([\d.]+) %\.", said).groups()
+        tally.same("answer", "head", any(text.endswith(evidence) for _, text in item.section.verdicts), True)
+        stopped = next(c.high for (c,) in item.comparisons if c.names == ("SAM", "SGD, stopped early"))
+        tally.number("mean", "head", early, interval(list(stopped.values()))[0])
     alarms = re.findall(r"> - (?:(.+?): )?(\d+) runs? of this item (?:is|are) missing", "\n".join(head))
     alarms = {title or items[0].section.title: int(number) for title, number in alarms}
     for item in items:
@@ -229,6 +234,8 @@ def _arms(item, block):
 def _chosen_by_replicas(item, block, where):
     """Check the rho that the replicas' own validation errors choose for each row."""
     for name, rho, *_ in block.rows:
+        if rho == "not chosen yet":
+            continue
         run = next(e.runs[0] for e in item.entries if e.row[0] == name)
         grid = {}
         for other in item.study.grid(run) if optim(run, "rho") else []:

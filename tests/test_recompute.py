@@ -123,10 +123,12 @@ def test_a_verdict_and_a_choice_that_are_changed_are_found(tmp_path):
     for old, new in (
         ("- **reproduced**", "- **inconclusive**"),
         ("| chosen |", "|  |"),
-        ("rho at the edge", "rho at"),
     ):
         (tmp_path / "report.md").write_text(page.replace(old, new, 1))
         assert recompute_report.check(tmp_path, study(PAPER)).wrong != [], old
+    (tmp_path / "report.md").write_text(page.replace("(n = 5", "(n = 5; rho at the edge of its grid"))
+    found = [line for line in recompute_report.check(tmp_path, study(PAPER)).wrong if line.endswith("(choice)")]
+    assert any("SAM, m = 16" in line for line in found)
 
 
 def test_a_run_that_is_left_out_is_found(tmp_path):

@@ -204,11 +204,11 @@ def _laptop_methods(percent: int) -> tuple[Method, ...]:
     with_m = protocol.sam((sgd, longer), m=protocol.M)
     if percent != LAPTOP_FULL:
         return (sgd, longer, mixup, clean, replace(with_m, against=(*rivals, (clean.name,))))
-    control, _ = protocol.baselines(protocol.M)
+    controls = protocol.baselines(protocol.M)
     return (
-        *(sgd, longer, control, mixup, clean, noisy),
+        *(sgd, longer, *controls, mixup, clean, noisy),
         replace(protocol.sam((sgd, longer)), against=rivals),
-        replace(with_m, against=((control.name,), *rivals, (clean.name,), (noisy.name,))),
+        replace(with_m, against=(tuple(c.name for c in controls), *rivals, (clean.name,), (noisy.name,))),
         protocol.sam((sgd, longer), part=protocol.PART),
         _bootstrap(with_m, against=((with_m.name,),)),
     )
