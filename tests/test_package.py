@@ -152,6 +152,15 @@ def test_users_get_extras_and_developers_groups():
     assert all(command in (ROOT / name).read_text() for name in ("Makefile", "CONTRIBUTING.md", "pyproject.toml"))
 
 
+def test_the_walk_in_contributing_names_files_that_exist_each_once():
+    walk = (ROOT / "CONTRIBUTING.md").read_text().partition("## A walk through")[2].partition("`flatmin collect`")[0]
+    named = re.findall(r"`([\w/]+\.py)`", walk)
+    assert len(named) > 30
+    assert len(set(named)) == len(named)
+    roots = (ROOT, ROOT / "src" / "flatmin")
+    assert [name for name in named if not any((root / name).is_file() for root in roots)] == []
+
+
 def numbers(version):
     return tuple(map(int, version.split(".")))
 

@@ -6,11 +6,11 @@ from torch import nn
 
 
 def norm_parameters(model: nn.Module) -> list[dict[str, Any]]:
-    """Return all parameters in two groups: those of normalization layers, and the others with a radius of 0.
+    """Return all parameters in two groups: normalization layers', and the others with a radius of 0.
 
     Pass them to the base optimizer: all are trained, and SAM perturbs the first group only (SAM-ON, Müller et al.,
-    2023). A normalization layer is a module with "Norm" in the name of its class or of a base class: those of torch,
-    timm and Hugging Face. Parameters of modules inside it do not count.
+    2023). A normalization layer is a module with "Norm" in the name of its class or of a base class, as in
+    torch, timm and Hugging Face. Parameters of modules inside it do not count.
 
     Args:
         model: the model.

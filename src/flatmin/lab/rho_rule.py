@@ -1,4 +1,4 @@
-"""The suggested radius against the tuned one: does ``flatmin.suggest_rho`` make the search unnecessary?
+"""The suggested radius and the tuned one: does ``flatmin.suggest_rho`` make the search unnecessary?
 
 Not in the paper: a study of our own, on the conditions of Tables 1, 4 and 5, on a text and on a table.
 

@@ -1,11 +1,10 @@
 r"""Convolutions, batch norms and ReLUs whose second derivatives cost no more than their first, on a CPU.
 
-PyTorch differentiates the gradient of a convolution by convolving transposed images, which gives up the layout
-that makes the others fast (channels last), that of a batch norm by a dozen elementary operations, and that of a
-ReLU by adding zeros. But a convolution is bilinear in its input and weight, and so is a batch norm in eval mode,
-apart from the mean it subtracts: with :math:`y = B(x, w) + b` and the gradients
-:math:`(B_x^\top(g, w),\, B_w^\top(g, x))`, their product with a direction :math:`(v_x, v_w, v_b)` has the
-derivatives
+PyTorch differentiates a convolution's gradient by convolving transposed images, which gives up the layout that makes
+the others fast (channels last), a batch norm's by a dozen elementary operations, and a ReLU's by adding zeros. But a
+convolution is bilinear in its input and weight, and so is a batch norm in eval mode, apart from the mean it subtracts:
+with :math:`y = B(x, w) + b` and the gradients :math:`(B_x^\top(g, w),\, B_w^\top(g, x))`, their product with a
+direction :math:`(v_x, v_w, v_b)` has the derivatives
 
 .. math:: B(v_x, w) + B(x, v_w) + v_b, \quad B_x^\top(g, v_w), \quad B_w^\top(g, v_x)
 
@@ -63,7 +62,7 @@ class _Bilinear(Protocol):
         """Return the outputs."""
 
     def gradients(self, g: Tensor, x: Tensor, w: Tensor, needed: Sequence[bool]) -> Any:
-        """Return those of the gradients of <g, outputs> in x, w and b that are needed."""
+        """Return the gradients of <g, outputs> in x, w and b, where they are needed."""
 
     def linear(self) -> "_Bilinear":
         """Return the operation without the constant."""

@@ -84,6 +84,12 @@ def test_a_small_demo_from_runs_to_the_page(tmp_path, monkeypatch):
     for row in found.tables[0].rows:
         assert all(str(c.measured) in output.getvalue() for c in row if isinstance(c, Cell) and c.unit == "%")
     assert all(verdict.evidence in output.getvalue() for verdict in found.verdicts)
+    narrow = io.StringIO()
+    print_results(found, Console(file=narrow, width=80))
+    table = narrow.getvalue().partition("With clean labels")[0].splitlines()
+    assert max(map(len, table)) <= 80
+    methods = [row[1] for row in found.tables[0].rows]
+    assert [line.split("  ")[0].strip() for line in table if "±" in line] == methods  # words are whole
 
     # With all runs there, the command starts no process.
     Demo(runs=runs).run(Console(file=output, width=400))

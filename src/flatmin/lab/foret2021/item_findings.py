@@ -57,7 +57,7 @@ def findings(
 ) -> Findings:
     """Return findings with what all items have in common.
 
-    ``notes`` follow the notes on the paper's claims; ``rules`` are those of the laptop's registered protocol, if any,
+    ``notes`` follow the notes on the paper's claims; ``rules`` are the laptop's registered protocol, if any,
     and are followed by its power; ``shown`` are verdicts, tables, figures and others.
     """
     claims = CLAIMS[item]

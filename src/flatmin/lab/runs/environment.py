@@ -85,7 +85,7 @@ def check_sessions(path: Path, num_workers: int, finished: bool) -> None:
         same = f"with torchrun --nproc-per-node {number}" if number > 1 else "without torchrun"
         raise RunError(
             f"{path} was trained by {before}, but now there {'is' if num_workers == 1 else 'are'} {now}, "
-            f"which is another experiment. For the existing result rerun the command {same}; to train again choose "
+            f"which is a different experiment. For the existing result rerun the command {same}; to train again choose "
             "another directory with --runs."
         )
 

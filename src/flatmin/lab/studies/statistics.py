@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import scipy  # its modules are imported when they are used: that of statistics takes a second
+import scipy  # modules are imported when they are used: scipy.stats takes a second
 
 SIGNIFICANT = 0.05
 """The level of all tests, after Holm's correction where there are several."""
@@ -48,7 +48,7 @@ def paired_p_value(first: Sequence[float], second: Sequence[float]) -> float:
     """
     differences = np.subtract(first, second)
     rounding = ROUNDING * max(np.abs(first).max(), np.abs(second).max())
-    if np.ptp(differences) <= rounding:  # no spread but that of float32 means: the test is not defined
+    if np.ptp(differences) <= rounding:  # no spread but the rounding of float32 means: the test is not defined
         return 1.0 if abs(differences[0]) <= rounding else math.nan
     return float(scipy.stats.ttest_rel(first, second).pvalue)
 

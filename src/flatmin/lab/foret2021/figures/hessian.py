@@ -129,8 +129,8 @@ def _spectra(scale: Scale) -> dict[int | None, Spectrum]:
 def _lower_at(models: Mapping[str, Replicas], words: str, limit: float, at_loss: SpectrumAtLoss) -> Contrast:
     """Return the claim that lambda_max is smaller with SAM where the loss first falls below a limit.
 
-    It is compared by its logarithm: the difference is that of a ratio. If all runs are there, and one never falls below
-    the limit, nothing is tested: those that do may be the flat ones.
+    It is compared by its logarithm, so the difference is a ratio's logarithm. If all runs are there, and one never
+    falls below the limit, nothing is tested: those that do may be the flat ones.
     """
     read = at_limit(at_loss, limit, "lambda_max")
 

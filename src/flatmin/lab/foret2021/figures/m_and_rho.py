@@ -3,8 +3,8 @@
     flatmin reproduce m-and-rho --scale laptop    # 40 minutes on two cores
 
 With micro-batches of m, batch norm sees as few examples at once as SAM does, which is a regularizer by itself. So SAM
-with m is compared with SGD by micro-batches of m, and the claim is on the difference of two such differences: that of
-a small m, and that of the whole batch. All verdicts are in docs/reproduction.md.
+with m is compared with SGD by micro-batches of m, and the claim is on the difference of two such differences: with a
+small m, and with the whole batch. All verdicts are in docs/reproduction.md.
 """
 
 from collections.abc import Mapping, Sequence

@@ -63,7 +63,7 @@ def predict(found: Sequence[Member], adjust: bool) -> Prediction | None:
         own = of(values)
         score = predictive_power(own, gaps, grid, permutations=1)
         predictors[key] = Predictor(own, score.score, score.kendall_tau)
-    # All measures have one null: that of a random order.
+    # All measures share the null of a random order.
     null = predictive_power(range(len(found)), gaps, grid, permutations=NUM_RESAMPLES)
     return Prediction(gaps, grid, predictors, (null.null_low, null.null_high))
 

@@ -141,7 +141,7 @@ def zoo_experiment(scale: Scale, setting: Setting) -> Experiment:
 
 
 def zoo_jobs(scale: Scale) -> dict[tuple[str, ...], list[Job]]:
-    """Return the models by augmentation and seed: those of a group differ in hyperparameters alone."""
+    """Return the models by augmentation and seed: in a group only hyperparameters differ."""
     zoo = ZOOS[scale]
     measurements = tuple(sharpness_measurements(zoo).values())
     return {
