@@ -1,7 +1,7 @@
 """Chooses the settings of `flatmin demo` by validation error and writes them to src/flatmin/lab/demo/settings.json.
 
 As in the paper (Section 3.1), model and learning rate are those with which SGD does best, over both noise rates;
-then rho, for each noise rate, is the one with which SAM does best. Seeds are not those of the demonstration.
+then rho, for each noise rate, is the factor of the suggested radius with which SAM does best. The demo has other seeds.
 
     python experiments/choose_demo_settings.py          # about ten minutes on two cores
 """
@@ -21,7 +21,7 @@ from flatmin.lab.training.engine import train
 
 NETWORKS = ("cnn-16", "cnn-32")
 LEARNING_RATES = (0.05, 0.1, 0.2)
-RADII = (0.05, 0.1, 0.2, 0.5)
+RADII = ("0.125x", "0.25x", "0.5x", "auto", "2x")
 SEEDS = (100, 101, 102)
 TARGET = Path(__file__).parent.parent / "src/flatmin/lab/demo/settings.json"
 

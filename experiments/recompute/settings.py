@@ -166,7 +166,7 @@ def _demo_choices(item):
     block = next(b for b in item.section.blocks if b.caption.startswith("How model, learning rate and rho"))
     for row, line in zip(block.rows, json.loads(DEMO.read_text())["sweep"], strict=True):
         where = f"{item.name}, {block.caption}, {', '.join(row[:4])}"
-        expected = [f"{line['noise']:.0%}", line["network"], f"{line['lr']:g}", f"{line['rho']:g}"]
+        expected = [f"{line['noise']:.0%}", line["network"], f"{line['lr']:g}", line["rho"] or "0"]
         item.tally.same("setting", where, row[:4], expected, 3)
         mean, half_width = row[4].split(" ± ")
         item.tally.number("mean", where, mean, line["valid_error"]["mean"])

@@ -24,14 +24,14 @@ SEEDS = (0, 1, 2, 3, 4)
 NOISE_RATES = (0.0, 0.4)
 TRAIN_SIZE, VALIDATION, BATCH_SIZE, EPOCHS = 500, 0.5, 64, 30
 PART = 1 / 8
-METHODS: dict[str, Callable[[Experiment, float], Experiment]] = {
+METHODS: dict[str, Callable[[Experiment, str], Experiment]] = {
     "SGD": lambda sgd, _: sgd,
     "SGD, twice the epochs": lambda sgd, _: replace(sgd, epochs=2 * sgd.epochs),
     "SAM": lambda sgd, rho: replace(sgd, optim=replace(sgd.optim, rho=rho)),
-    "SAM on 1/8": lambda sgd, rho: replace(sgd, optim=replace(sgd.optim, rho=rho * PART**0.5, part=PART)),
+    "SAM on 1/8": lambda sgd, rho: replace(sgd, optim=replace(sgd.optim, rho=rho, part=PART)),
 }
-"""What each method makes of SGD's experiment and the tuned rho. Those without SAM are baselines. The radius of a part
-is not tuned: rho_SAM * sqrt(part) is where its tuning would start."""
+"""What each method makes of SGD's experiment and the tuned rho, a factor of what `flatmin.suggest_rho` says. Methods
+without SAM are baselines. The factor is tuned for SAM; for a part the suggestion is measured on parts."""
 BASELINES = ("SGD", "SGD, twice the epochs")
 EARLY = "SGD, stopped early"
 """SGD at the epoch with the lowest validation error: with noisy labels, most of what SAM gains over SGD."""
@@ -59,7 +59,7 @@ NOTES = (
 ByMethod = Mapping[str, Replicas]
 
 
-def demo_experiment(*, network: str, lr: float, rho: float, noise: float, seed: int = 0) -> Experiment:
+def demo_experiment(*, network: str, lr: float, rho: float | str, noise: float, seed: int = 0) -> Experiment:
     """Return an experiment of the demo or of the sweep that tuned its settings.
 
     The subset, the validation split and the label noise depend on the seed: the seeds are independent replicas.
@@ -192,7 +192,7 @@ def _tuning(settings: dict[str, Any]) -> Table:
             f"{line['noise']:.0%}",
             line["network"],
             f"{line['lr']:g}",
-            f"{line['rho']:g}",
+            line["rho"] or "0",
             Cell(measured=Interval(**line["valid_error"])),
         ]
         for line in settings["sweep"]
@@ -203,7 +203,7 @@ def _tuning(settings: dict[str, Any]) -> Table:
         folded=True,
         rows=rows,
         note="On held-out validation digits, with other seeds; the test set was not used. First model and learning "
-        "rate for SGD, then rho for SAM, for each noise rate.",
+        "rate for SGD, then rho for SAM, for each noise rate, in units of what flatmin.suggest_rho says at the start.",
     )
 
 
