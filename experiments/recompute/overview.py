@@ -9,6 +9,7 @@ from recompute.runs import passes, without_sam
 
 REPEATED = ("error-reduction", "rho-0.05")
 """Items that repeat other items' comparisons: their verdicts are not counted in the totals."""
+KEPT = ("kept", "not kept")
 
 
 def read_overview(section, items):
@@ -78,17 +79,19 @@ def check_answer(lines, overview, tally):
     tally.same("totals", "answer", [int(n) for n in said.groups()] if said else [0] * 4, expected, 4 * bool(said))
     hardest = {}
     for row in counted:
-        if row["status"] == "kept":
-            hardest[row["claim"]] = row
-        elif row["status"] in ("reproduced", "not reproduced", "inconclusive") and _of_sam(row):
+        if row["status"] in ("reproduced", "not reproduced", "inconclusive") and _of_sam(row):
             method = _compared(row).names[0]
             where = row["item"].name, row["claim"].partition(f"{method} has a lower test error than")[0]
             if where not in hardest or _errors(row) < _errors(hardest[where]):
                 hardest[where] = row
+    own = {row["item"].name for row in counted if row["status"] in KEPT}
+    told = [row for row in counted if row["item"].name in own and row["status"] in (*KEPT, "inconclusive")]
     printed = [line.removeprefix("- ") for line in lines if line.startswith("- ")]
-    tally.same("totals", "answer", len(printed), len(hardest))
+    tally.same("totals", "answer", len(printed), len(hardest) + len(told))
     for line, row in zip(printed, hardest.values(), strict=False):
         _sentence(line, row, tally)
+    for line, row in zip(printed[len(hardest) :], told, strict=False):
+        _own_sentence(line, row, tally)
 
 
 def _errors(row):
@@ -116,15 +119,25 @@ def _sentence(line, row, tally):
     tally.same("answer", where, bool(sure[3]), row["status"] == "inconclusive", 0)
     tally.same("n", where, int(sure[1]), len(c.seeds))
     tally.p_value("Holm's p", where, sure[2], c.p_holm)
-    if row["status"] == "kept":
-        tally.same("answer", where, line.partition(" (n = ")[0], row["claim"].removesuffix("."))
-        return
     sign = -1 if " lowers the test error " in line else 1
     effect, cost = re.search(r" by ([\d.]+ ± [\d.]+) points", line), re.search(r", at ([\d.]+) passes per step", line)
     tally.interval("effect", where, effect[1], [sign * d for d in c.differences])
     spec = next(run["spec"] for run in c.runs if run["name"] in _names_of(row, c.names[0]))
     tally.number("passes", where, cost[1], passes(spec, spec["epochs"]), 6)
     tally.same("answer", where, f": {c.names[0]} " in line and f" vs. {c.names[1]} (n" in line, True)
+
+
+def _own_sentence(line, row, tally):
+    """Check a claim of our own: its verdict, and either n and p or the evidence of a count."""
+    where, said = f"answer: {row['claim']}", f"{row['status'].capitalize()}: {row['claim'].removesuffix('.')}"
+    tally.same("answer", where, line.startswith(said), True)
+    compared = row["item"].comparisons[row["index"]]
+    if not compared or not compared[0].differences:
+        tally.same("answer", where, row["item"].section.verdicts[row["index"]][1].endswith(line[len(said) :]), True, 0)
+        return
+    sure = re.search(rf"\(n = (\d+), ({P_VALUE})\)\.$", line)
+    tally.same("n", where, int(sure[1]), len(compared[0].seeds))
+    tally.p_value("Holm's p", where, sure[2], compared[0].p_holm)
 
 
 def _names_of(row, method):

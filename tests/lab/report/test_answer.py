@@ -1,6 +1,8 @@
 """The first screen of a report: totals without repetition, and an effect of each condition in a sentence."""
 
-from flatmin.lab.report.answer import LEAD, answer
+import dataclasses
+
+from flatmin.lab.report.answer import KEPT, LEAD, answer
 from flatmin.lab.runs.record import RunRecord
 from flatmin.lab.spec.experiment import Experiment, Optim
 from flatmin.lab.studies.findings import Comparison, Findings, Verdict
@@ -80,6 +82,25 @@ def test_of_each_condition_the_best_sam_is_told_with_its_strongest_rival_in_the_
         "Table 4, 20 %: SAM on 1/8 lowers the test error by 20.0 ± 0.7 points vs. SGD",
     ]
     assert told["lead"] == LEAD
+    assert [(label, compared.comparisons[0].difference.mean) for label, compared in told["effects"]] == [
+        ("Table 4, 20 %: SAM on 1/8 vs. Mixup", -1.0),
+        ("Table 4, 40 %: SAM vs. SGD", 0.5),
+        ("Table 4, 20 %: SAM on 1/8 vs. SGD", -20.0),
+    ]
+
+
+def test_claims_of_our_own_are_told_whatever_became_of_them():
+    """A count has its evidence in place of n and p; what is not a test is not told."""
+    kept, lost = (dataclasses.replace(verdict("kept", -1.0), claim=f"{text}.", status=text) for text in KEPT)
+    count = Verdict(claim="Most do.", status="not kept", evidence="3 of 7 do.")
+    waiting = dataclasses.replace(kept, status="not tested at this scale")
+    told = answer([findings("cheap-sam", kept, waiting, lost, count)], RECORDS)
+    assert told["sentences"] == [
+        "Kept: kept (n = 5, p < 0.001).",
+        "Not kept: not kept (n = 5, p < 0.001).",
+        "Not kept: Most do. 3 of 7 do.",
+    ]
+    assert (told["lead"], told["effects"]) == ("", [])
 
 
 def test_without_verdicts_there_is_nothing_to_answer():

@@ -12,12 +12,12 @@ import pytest
 
 from flatmin.lab.errors import RunError, StorageError
 from flatmin.lab.report import describe_runs, write_report
-from flatmin.lab.report.content import _forest_groups, relative_effect, run_anchors
+from flatmin.lab.report.content import _forest_groups, relative_effect, report_content, run_anchors
 from flatmin.lab.report.figures import INK, ForestFigure, _colors, draw, svg
 from flatmin.lab.report.tables import NOTHING, caption, interval_text
 from flatmin.lab.runs.directory import read_result
 from flatmin.lab.runs.history import read_history, write_history
-from flatmin.lab.runs.record import Records, all_records, read_record, without_paths
+from flatmin.lab.runs.record import Records, RunRecord, all_records, read_record, without_paths
 from flatmin.lab.studies.findings import (
     Cell,
     Comparison,
@@ -435,6 +435,32 @@ def test_forest_plot_shows_relative_effects_with_their_intervals():
     low, high = axes.get_xlim()
     assert low < -15
     assert high > 4
+
+
+def test_forest_plot_ends_at_its_limit_with_the_number_of_what_is_beyond():
+    rows = [("near", "reproduced", Interval(-4.0, 1.0)), ("far", "not reproduced", Interval(105.0, 2.0))]
+    axes = draw(ForestFigure("t", [("", rows)], limit=25.0)).axes[0]
+    assert axes.get_xlim()[1] == 25
+    assert [text.get_text() for text in axes.texts] == ["+105 %"]
+    assert len(axes.containers) == 1
+
+
+def test_first_screen_of_several_items_has_one_effect_in_each_condition():
+    """Every claim is in the overview then; the page of one item has all of its claims on the first screen."""
+    better = Verdict(
+        claim="basic: SAM has a lower test error than SGD.",
+        status="reproduced",
+        evidence="",
+        comparisons=[compared(-2.0, 1.0, baseline=20.0, runs=("sgd", "sam"))],
+    )
+    found = [simple(item=item, verdicts=[better]) for item in ("table1", "table2")]
+    records = {name: RunRecord(name=name, state="finished", history=[{}]) for name in ("sgd", "sam")}
+    content = report_content(found, records, "Two tables")
+    first, every = content["answer"]["forest"], content["overview"]["forest"]
+    assert [first["picture"]["file"], every["picture"]["file"]] == ["figures/answer.svg", "figures/overview.svg"]
+    one = report_content(found[:1], records, "One table")
+    assert one["answer"]["forest"]["picture"]["file"] == "figures/overview.svg"
+    assert one["overview"]["forest"] is None
 
 
 def test_forest_plot_has_each_item_and_each_shared_condition_once():

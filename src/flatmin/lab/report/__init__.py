@@ -29,10 +29,10 @@ def write_report(findings: Sequence[Findings], *, known: Records, out: Path, tit
     """
     names = sorted({name for one in findings for name in named_runs(one)})
     content = report_content(findings, {name: known[name] for name in names}, title)
-    pictures = [figure["picture"] for item in content["items"] for figure in item["figures"]]
-    for picture in (content["overview"]["picture"], *pictures):
-        if picture is not None:
-            _write(out / picture["file"], picture["content"])
+    figures = [figure for item in content["items"] for figure in item["figures"]]
+    for figure in (content["answer"]["forest"], content["overview"]["forest"], *figures):
+        if figure is not None:
+            _write(out / figure["picture"]["file"], figure["picture"]["content"])
     text = _template("report.md", finalize=_markdown).render(content)
     _write(out / "report.md", re.sub(r"\n{3,}", "\n\n", text).strip() + "\n")
     if not html:

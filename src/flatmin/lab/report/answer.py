@@ -7,7 +7,7 @@ from typing import Any, get_args
 from flatmin.lab.report.tables import interval_text
 from flatmin.lab.runs.record import RunRecord
 from flatmin.lab.spec.experiment import passes_per_step
-from flatmin.lab.studies.findings import Findings, Verdict, VerdictStatus
+from flatmin.lab.studies.findings import Comparison, Findings, Verdict, VerdictStatus
 from flatmin.lab.studies.statistics import Interval, p_text
 
 REPEATED = ("error-reduction", "rho-0.05")
@@ -15,6 +15,8 @@ REPEATED = ("error-reduction", "rho-0.05")
 OURS = " (ours)"
 LOWER = " has a lower test error than "
 TESTS = ("reproduced", "not reproduced", "inconclusive")
+KEPT = ("kept", "not kept")
+"""What becomes of claims of our own."""
 LEAD = "In each condition the SAM with the lowest test error vs. its strongest rival, significant or not:"
 HOW_SURE = (
     "± is half of a 95 % confidence interval over n pairs of runs with the same seed; p is after Holm's correction. A "
@@ -23,25 +25,26 @@ HOW_SURE = (
 
 
 def answer(findings: Sequence[Findings], records: dict[str, RunRecord]) -> dict[str, Any]:
-    """Return the verdicts by status, each claim counted once, and one effect in each condition in a sentence.
+    """Return the verdicts by status, each claim counted once, and one effect in each condition, in words and to plot.
 
     It is told whether it is significant or not, and it is the hardest to show: the rival has the lowest error of all
-    with which SAM is compared.
+    with which SAM is compared. The verdicts on claims of our own are all told.
     """
     counted = [(one, verdict) for one in findings if one.item not in REPEATED for verdict in one.verdicts]
     papers = [(one, verdict) for one, verdict in counted if not verdict.claim.endswith(OURS)]
     counts = Counter(verdict.status for _, verdict in papers)
     tests = Counter(verdict.status for _, verdict in papers if _is_of_sam(verdict))
-    hardest: dict[tuple[str, str], tuple[Findings, Verdict]] = {}
+    own = {one.item for one, verdict in counted if verdict.status in KEPT}
+    hardest: dict[tuple[str, str], tuple[str, Verdict]] = {}
     for one, verdict in counted:
-        if verdict.status == "kept":  # claims of our own, each with an effect that it names
-            hardest[one.item, verdict.claim] = one, verdict
-        elif verdict.status in TESTS and _is_of_sam(verdict):
+        if verdict.status in TESTS and _is_of_sam(verdict):
             where = one.item, _condition(verdict)
             if where not in hardest or _errors(verdict) < _errors(hardest[where][1]):
-                hardest[where] = one, verdict
-    sentences = [_sentence(one, verdict, records, len(findings) > 1) for one, verdict in hardest.values()]
-    is_choice = any(_is_of_sam(verdict) for _, verdict in hardest.values()) and len(sentences) > 1
+                place = ", ".join(filter(None, (one.place if len(findings) > 1 else "", _condition(verdict))))
+                hardest[where] = f"{place}: " if place else "", verdict
+    sentences = [_sentence(where, verdict, records) for where, verdict in hardest.values()]
+    is_choice = len(sentences) > 1
+    sentences += [_own_sentence(v) for one, v in counted if one.item in own and v.status in (*KEPT, "inconclusive")]
     repeated = [one.item for one in findings if one.item in REPEATED]
     left_out = f" Not counted, because they repeat other items' comparisons: {', '.join(repeated)}." if repeated else ""
     left_out += _unplanned(papers)
@@ -51,6 +54,7 @@ def answer(findings: Sequence[Findings], records: dict[str, RunRecord]) -> dict[
         "headline": _headline(tests),
         "lead": LEAD if is_choice else "",
         "sentences": sentences,
+        "effects": [(where + _methods(verdict), verdict) for where, verdict in hardest.values()] if is_choice else [],
         "how_sure": HOW_SURE + left_out,
     }
 
@@ -93,19 +97,30 @@ def _headline(tests: Counter[VerdictStatus]) -> str:
     )
 
 
-def _sentence(one: Findings, verdict: Verdict, records: dict[str, RunRecord], several_items: bool) -> str:
+def _methods(verdict: Verdict) -> str:
+    return verdict.comparisons[0].name.replace(" - ", " vs. ", 1)
+
+
+def _sentence(where: str, verdict: Verdict, records: dict[str, RunRecord]) -> str:
     """Return what a method does to the test error, what its steps cost, and how sure that is."""
     compared = verdict.comparisons[0]
-    decided = "; not significant" if verdict.status == "inconclusive" else ""
-    sure = f"(n = {compared.num_pairs}, {p_text(compared.p_holm)}{decided})"
-    if verdict.status == "kept":  # such a claim has its cost in it
-        return f"{verdict.claim.removesuffix('.')} {sure}."
     method, baseline = compared.name.split(" - ", 1)
-    where = ", ".join(filter(None, (one.place if several_items else "", _condition(verdict))))
-    where += ": " if where else ""
     difference = Interval(abs(compared.difference.mean), compared.difference.half_width)
     does = "lowers" if compared.difference.mean < 0 else "raises"
-    said = f"{where}{method} {does} the test error by {interval_text(difference)} points vs. {baseline} {sure}"
+    decided = "; not significant" if verdict.status == "inconclusive" else ""
+    said = f"{where}{method} {does} the test error by {interval_text(difference)} points vs. {baseline}"
     experiment = records[compared.runs[-1]].experiment  # the method's runs follow the baseline's
     cost = "" if experiment is None else f", at {passes_per_step(experiment):g} passes per step"
-    return f"{said}{cost}{OURS if verdict.claim.endswith(OURS) else ''}."
+    return f"{said} {_sure(compared, decided)}{cost}{OURS if verdict.claim.endswith(OURS) else ''}."
+
+
+def _own_sentence(verdict: Verdict) -> str:
+    """Return a claim of our own, which names its effect and its cost, and what became of it."""
+    said = f"{verdict.status.capitalize()}: {verdict.claim.removesuffix('.')}"
+    if verdict.comparisons:
+        return f"{said} {_sure(verdict.comparisons[0])}."
+    return f"{said}. {verdict.evidence}"
+
+
+def _sure(compared: Comparison, decided: str = "") -> str:
+    return f"(n = {compared.num_pairs}, {p_text(compared.p_holm)}{decided})"

@@ -18,8 +18,10 @@ from flatmin.lab.studies.statistics import SIGNIFICANT, Interval, p_text
 from flatmin.lab.sweeps.progress import time_text
 
 MOST_CHARACTERS = 60
-LOGARITHM = "log10 of "  # how the name of a logarithm begins
 """Of a file's name: some file systems take no more than 143."""
+CONDITION_LIMIT = 25.0
+"""How far the axis of the first plot goes, in %: one diverged condition must not squeeze all others."""
+LOGARITHM = "log10 of "  # how the name of a logarithm begins
 MOST_POINTS = 150
 """A figure with more points is not repeated as a table: nobody would read it."""
 RUN_COLUMNS = (
@@ -42,12 +44,18 @@ HOW_TO_READ = (
 def report_content(findings: Sequence[Findings], records: dict[str, RunRecord], title: str) -> dict[str, Any]:
     """Return all that the templates show; records are of every run that the findings name, by name."""
     anchors = [f"item-{number}-{slug(one.item)}" for number, one in enumerate(findings, 1)]
+    told = answer(findings, records)
+    every_claim = _every_claim(findings)
+    each_condition = _each_condition(told["effects"]) if len(findings) > 1 else None
     return {
         "title": title,
         "about": about_runs(findings, records),
         "alarm": alarm(findings, records),
-        "answer": answer(findings, records),
-        "overview": _overview(findings, anchors, records),
+        "answer": {**told, "forest": each_condition or every_claim},
+        "overview": {
+            "rows": _overview_rows(findings, anchors, records),
+            "forest": every_claim if each_condition else None,
+        },
         "items": [
             _item(number, one, anchor, records, len(findings) > 1)
             for number, (one, anchor) in enumerate(zip(findings, anchors, strict=True), 1)
@@ -120,27 +128,54 @@ def run_anchors(names: Iterable[str]) -> dict[str, str]:
     return anchors
 
 
-def _overview(findings: Sequence[Findings], anchors: Sequence[str], records: dict[str, RunRecord]) -> dict[str, Any]:
-    """Return all claims at once, as rows of a table and as a forest plot; the numbers of the rows are on both."""
-    rows: list[dict[str, Any]] = []
+def _overview_rows(
+    findings: Sequence[Findings], anchors: Sequence[str], records: dict[str, RunRecord]
+) -> list[dict[str, Any]]:
+    """Return all claims at once, as rows of a table; their numbers are on the plot of every claim too."""
     claims = [(one, anchor, verdict) for one, anchor in zip(findings, anchors, strict=True) for verdict in one.verdicts]
-    for number, (one, anchor, verdict) in enumerate(claims, 1):
-        rows.append(
-            {
-                "number": number,
-                "item": one.item,
-                "anchor": anchor,
-                "claim": verdict.claim,
-                "status": verdict.status,
-                "effects": [_effect(comparison) for comparison in verdict.comparisons],
-                "cost": time_text(cost) if (cost := _cost(one, verdict, records)) else NOTHING,
-            }
-        )
-    title = "Effect of each claim, with its 95 % interval"
-    groups = _forest_groups([(one, verdict) for one, _, verdict in claims], len(findings) > 1)
-    picture = _pictures(ForestFigure(title, groups), "figures/overview.svg") if groups else None
-    all_drawn = all(row["effects"] and all(effect["relative"] for effect in row["effects"]) for row in rows)
-    return {"rows": rows, "title": title, "picture": picture, "all_drawn": all_drawn}
+    return [
+        {
+            "number": number,
+            "item": one.item,
+            "anchor": anchor,
+            "claim": verdict.claim,
+            "status": verdict.status,
+            "effects": [_effect(comparison) for comparison in verdict.comparisons],
+            "cost": time_text(cost) if (cost := _cost(one, verdict, records)) else NOTHING,
+        }
+        for number, (one, anchor, verdict) in enumerate(claims, 1)
+    ]
+
+
+def _each_condition(effects: Sequence[tuple[str, Verdict]]) -> dict[str, Any] | None:
+    """Return the plot of one effect in each condition; None without effects."""
+    rows = [
+        (label, verdict.status, effect)
+        for label, verdict in effects
+        if (effect := relative_effect(verdict.comparisons[0])) is not None
+    ]
+    note = "Left of 0: SAM's test error is lower. Where a number stands, the difference is off the axis."
+    figure = ForestFigure("SAM and its strongest rival in each condition", [("", rows)], limit=CONDITION_LIMIT)
+    return _forest(figure, note, "figures/answer.svg") if rows else None
+
+
+def _every_claim(findings: Sequence[Findings]) -> dict[str, Any] | None:
+    """Return the plot of every claim that has a comparison; None if none has."""
+    claims = [(one, verdict) for one in findings for verdict in one.verdicts]
+    groups = _forest_groups(claims, len(findings) > 1)
+    note = (
+        "Left of 0: lower than the baseline, as claimed. A difference is significant if its p-value (in the table) is "
+        f"below {SIGNIFICANT:g} after Holm's correction."
+    )
+    effects = [[relative_effect(comparison) for comparison in verdict.comparisons] for _, verdict in claims]
+    if not all(of_claim and None not in of_claim for of_claim in effects):
+        note += " Claims without such a comparison are in the table only."
+    figure = ForestFigure("Effect of each claim, with its 95 % interval", groups)
+    return _forest(figure, note, "figures/overview.svg") if groups else None
+
+
+def _forest(figure: ForestFigure, note: str, file: str) -> dict[str, Any]:
+    return {"title": figure.title, "note": note, "picture": _pictures(figure, file)}
 
 
 def _forest_groups(claims: Sequence[tuple[Findings, Verdict]], several_items: bool) -> list[tuple[str, list[Any]]]:

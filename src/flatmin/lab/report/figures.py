@@ -42,7 +42,7 @@ STATUS_LOOK: dict[VerdictStatus, tuple[str, str]] = {
     "not tested at this scale": ("#8a8f98", "^"),
     "not tested": ("#8a8f98", "X"),
 }
-NUM_LEVELS, MOST_TICKS, FOREST_LABEL, FOREST_LIMIT, NARROW_RANGE = 25, 10, 56, 100, 30.0
+NUM_LEVELS, MOST_TICKS, FOREST_LABEL, NARROW_RANGE = 25, 10, 56, 30.0
 STYLE = {
     **{"svg.hashsalt": "flatmin", "svg.fonttype": "none", "font.size": 9.5, "font.family": "sans-serif"},
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
@@ -57,6 +57,8 @@ class ForestFigure:
     title: str
     groups: Sequence[tuple[str, Sequence[tuple[str, VerdictStatus, Interval]]]]
     """Headings, each with its rows; an empty heading is left out."""
+    limit: float = 100.0
+    """How far the axis goes to either side at most, in %."""
 
 
 def svg(figure: LineFigure | SurfaceFigure | ForestFigure) -> str:
@@ -205,16 +207,16 @@ def _draw_forest(figure: ForestFigure) -> Figure:
         _, status, effect = row
         color, marker = STATUS_LOOK[status]
         width = 0.0 if math.isnan(effect.half_width) else effect.half_width
-        if abs(effect.mean) > FOREST_LIMIT:  # off the axis: an arrow at its end, with the number
+        if abs(effect.mean) > figure.limit:  # off the axis: an arrow at its end, with the number
             sign, arrow, side = (1, ">", "right") if effect.mean > 0 else (-1, "<", "left")
-            end, number = (sign * FOREST_LIMIT, middle), f"{effect.mean:+.0f} %"
+            end, number = (sign * figure.limit, middle), f"{effect.mean:+.0f} %"
             axes.plot(*end, arrow, color=color, markersize=6, clip_on=False)
             axes.annotate(number, end, (-8 * sign, 0), textcoords="offset points", ha=side, va="center")
         else:
             look: dict[str, Any] = {"color": color, "marker": marker, "markersize": 5, "capsize": 3, "linewidth": 1.8}
             axes.errorbar(effect.mean, middle, xerr=width, **look)
     ends = [effect.mean + sign * np.nan_to_num(effect.half_width) for _, _, effect in rows for sign in (-1, 1)]
-    reach = [min(FOREST_LIMIT, max(-FOREST_LIMIT, 1.08 * end)) for end in (*ends, -5.0, 5.0)]
+    reach = [min(figure.limit, max(-figure.limit, 1.08 * end)) for end in (*ends, -5.0, 5.0)]
     axes.axvline(0, color=INK, linewidth=1)
     axes.set_yticks([place for place, _, _ in ticks], [text for _, text, _ in ticks])
     for label, (_, _, weight) in zip(axes.get_yticklabels(), ticks, strict=True):
