@@ -104,8 +104,8 @@ def _waits(verdict):
 
 def costs(known):
     """Return what each item costs on a laptop: the median speed of each model's runs gives the hours."""
-    speeds = {}  # EfficientNet-Lite0 has runs of an earlier protocol only
-    for record in (*Records(ROOT / "results" / "fine-tuning-3-epochs").values(), *known.values()):
+    speeds = {}
+    for record in known.values():
         if record.state == "finished" and not record.experiment.data.bootstrap:  # which trains two models
             job = Job(experiment=replace(record.experiment, epochs=int(record.metrics["epoch"])))
             speeds.setdefault(record.experiment.model.name, []).append(record.time_seconds / training_flops([job]))

@@ -21,7 +21,7 @@ from recompute.page import NUMBER, Tally, interval, read_page
 from recompute.rule import TABLE, check_rule_table, outcomes
 from recompute.runs import Study, detectable, factor, facts, first_runs, optim
 from recompute.settings import check_settings
-from recompute.verdicts import check_verdicts, gate
+from recompute.verdicts import check_verdicts, gates
 from recompute.zoo import COUNTED, check_counts, check_predictive
 from scipy import stats
 
@@ -57,6 +57,7 @@ def check(directory, study=None):
     for item in sorted(items, key=lambda item: item.name == "error-reduction"):  # it needs the others' comparisons
         attempt(item.name, item.read_comparisons, claims(item))
         attempt(item.name, close_gates, item)
+        attempt(item.name, item.correct)
     for item in items:
         attempt(item.name, item.check_comparisons)
         attempt(item.name, check_verdicts, item, items, claims(item))
@@ -75,9 +76,9 @@ def check(directory, study=None):
 
 
 def close_gates(item):
-    """Say of each comparison of the paper's tables whether its gate is closed."""
+    """Say of each comparison whether its gate is closed."""
     for c in (c for group in item.comparisons for c in group):
-        c.gated = bool(c.condition and c.differences and not c.one_sided and gate(item, c))
+        c.gated = bool(gates(item, c))
 
 
 def check_head(head, items, study, tally):

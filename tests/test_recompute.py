@@ -89,7 +89,6 @@ def test_it_agrees_with_every_number_of_a_page(name, least):
         (PAPER, rf"less than {NUMBER} points; more than"),
         (PAPER, rf"bounds are vacuous, above an error of 1: {NUMBER}"),
         (PAPER, rf"pairs show a difference of {NUMBER} points"),
-        (PAPER, rf"\*\*{NUMBER} runs of this item are missing"),
         (PAPER, rf"\| first order training \| \d+ \| {NUMBER} ±"),
         (PAPER, rf"\| learning rate \| {NUMBER} \| ours"),
         (PAPER, rf"-seed0 \| 0 \| \d+ \| [\d.]+ \| \N{{EN DASH}} \| {NUMBER} \|"),

@@ -104,7 +104,7 @@ class Comparison:
     @property
     def status(self):
         """What it says of its claim."""
-        if self.untestable:
+        if self.untestable or self.gated:
             return "not tested at this scale"
         if math.isnan(self.p_holm) or self.is_open:
             return "not tested"

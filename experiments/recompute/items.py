@@ -266,9 +266,12 @@ class Item:
     # --- verdicts ---
 
     def read_comparisons(self, claims):
-        """Find the two samples of every comparison that the verdicts name, and correct their p-values together."""
+        """Find the two samples of every comparison that the verdicts name."""
         for claim, (_, text) in zip(claims, self.section.verdicts, strict=True):
             self.comparisons.append(list(self._of_verdict(claim, text[len(claim) :].strip())))
+
+    def correct(self):
+        """Correct all p-values together; a comparison that is missing or no test counts as not rejected."""
         for ours in (False, True):
             family = [c for group in self.comparisons for c in group if c.ours == ours]
             planned = len(family)
@@ -276,10 +279,10 @@ class Item:
                 texts = self.study.plan["items"][self.name]["comparisons"]
                 planned = sum(text.endswith(" (ours)") == ours for text in texts)
             missing = planned - len(family)
-            p_values = [c.p for c in family]
+            p_values = [math.nan if c.gated else c.p for c in family]
             waits = [len(c.seeds) < max(2, c.asked) and not c.untestable for c in family]
             waiting = missing + sum(waits)
-            at_best = holm([0.0 if w else c.p for w, c in zip(waits, family, strict=True)] + [0.0] * missing)
+            at_best = holm([0.0 if w else p for w, p in zip(waits, p_values, strict=True)] + [0.0] * missing)
             for c, adjusted, best in zip(family, holm(p_values, missing), at_best, strict=False):
                 c.p_holm, c.p_best, c.family, c.waiting = adjusted, best, planned, waiting
 
@@ -301,7 +304,9 @@ class Item:
             condition, a, metric, b, ours = CLAIM.fullmatch(claim).groups()
             yield Comparison((a, b), condition=condition, metric=metric)
         else:
-            evidence = evidence.rpartition("of its grid. ")[2]  # after the gate
+            evidence = re.sub(
+                r"^Not a test of the claim at this scale: .*?\. (?=test error|SAM's change)", "", evidence
+            )
             ours, said = claim.endswith(" (ours)"), evidence[evidence.find("SAM's change of the ") :]
             for match in AGAINST.finditer(said if "SAM's change of the " in evidence else evidence):
                 yield self._samples(claim, match[1].strip(), match[3], match[5])

@@ -59,15 +59,13 @@ def _expected(item, items, claim, evidence, compared, where):
             item.tally.same("gate", where, c.untestable, why, len(re.findall(r"\d+", why)))
         if "the best other rho" in claim and len(c.seeds) >= c.asked:
             _best_other_rho(item, c, where)
-    why = re.match(r"Not a test of the claim at this scale: (.*?)\. (?=test error, %)", evidence)
-    gates, evidence = (why[1].split("; "), evidence[why.end() :]) if why else ([], evidence)
+    why = re.match(r"Not a test of the claim at this scale: (.*?)\. (?=test error)", evidence)
+    said, evidence = (why[1].split("; "), evidence[why.end() :]) if why else ([], evidence)
+    expected = list(dict.fromkeys(note for c in compared for note in gates(item, c)))
+    item.tally.same("gate", where, said, expected, len(expected))
     status, rest = judged(compared), _sentences(item, evidence, compared, where)
-    if item.name == "p-norm" and status != "not tested":
-        edges = [e.row[0] for e in item.entries if _norm(e) and item.at_edge(e.runs[0])]
-        item.tally.same("gate", where, gates, [f"{name}'s rho is at the edge of its grid" for name in edges])
-        return "not tested at this scale" if edges else status, rest
     if " keeps at least " in claim:
-        return _kept(item, claim, status, compared[0], gates, rest, where)
+        return _kept(item, claim, status, compared[0], rest, where)
     if match := re.search(r"changes by less than ([\d.]+) points; more than ([\d.]+) would be a strong effect", rest):
         changes, margin = [interval(c.differences) for c in compared], STRONG * _gain(item, compared[0])
         widest = max(abs(mean) + half_width for mean, half_width in changes)
@@ -101,8 +99,31 @@ def judged(compared):
     return "reproduced" if all(part == "reproduced" for part in parts) else "inconclusive"
 
 
-def gate(item, compared):
-    """Return why a comparison is no test at this scale: the training error of its baseline, and grids."""
+def gates(item, compared):
+    """Return why a comparison is no test at this scale, in the page's words; nothing if it is one."""
+    if not compared.differences:
+        return []
+    if item.name == "p-norm":
+        edges = [e.row[0] for e in item.entries if _norm(e) and item.at_edge(e.runs[0])]
+        return [f"{name}'s rho is at the edge of its grid" for name in edges]
+    if compared.metric.startswith("SAM's change of the "):
+        return _gates_of_change(item, compared)
+    if match := re.fullmatch(r"test error of (.+) with \w+, %", compared.metric):
+        columns = sorted(compared.names, key=lambda name: int(name.split()[0]))
+        found = [(column, item.entry(f"{match[1]}, {column}", "SGD").runs) for column in columns]
+        errors = [(name, 100 * sum(run["metrics"]["train_error"] for run in runs) / len(runs)) for name, runs in found]
+        return [
+            f"{name}: SGD ends with a training error of {error:.1f} %, above {GATE:g} %"
+            for name, error in errors
+            if error > GATE
+        ]
+    if compared.one_sided:
+        return _gates_of_arms(item, compared) if compared.condition else []
+    return _gates_of_table(item, compared) if compared.condition else []
+
+
+def _gates_of_table(item, compared):
+    """Return why a table's comparison is no test: the training error of its baseline, and grids."""
     a, b = (item.entry(compared.condition, name) for name in compared.names)
     found = []
     data = b.runs[0]["spec"]["data"]
@@ -134,18 +155,18 @@ def _one_comparison(item, evidence, compared, where):
     item.tally.number("difference, half-width", where, match[2], half_width)
     item.tally.same("n", where, int(match[3]), len(compared.seeds))
     item.tally.p_value("Holm's p", where, match[4], compared.p_holm)
-    item.tally.same("size of a family", where, int(match[5] or 1), compared.family)
+    item.tally.same("size of a family", where, int(match[5] or 1), 1 if compared.gated else compared.family)
     item.tally.same("size of a family", where, int(match[6] or 0), compared.waiting if compared.is_open else 0, 0)
     _better_baseline(item, compared, where)
-    gates, rest = gate(item, compared), evidence.replace(match[0], "")
+    closed, rest = _gates_of_table(item, compared), evidence.replace(match[0], "")
     for number, limit in re.findall(r"ends with a training error of ([\d.]+) %, above ([\d.]+) %", rest):
-        error, most = next(((g[1], g[2]) for g in gates if g[0] == "unfit"), (math.nan, math.nan))
+        error, most = next(((g[1], g[2]) for g in closed if g[0] == "unfit"), (math.nan, math.nan))
         item.tally.number("gate", where, number, error)
         item.tally.number("gate", where, limit, most)
     edges = re.findall(r"(?:: |; )([^;:]+)'s ([\w ]+) is at the edge of its grid", rest)
-    item.tally.same("gate", where, edges, [(name, words) for kind, name, words in gates if kind == "edge"])
+    item.tally.same("gate", where, edges, [(name, words) for kind, name, words in closed if kind == "edge"])
     rest = re.sub(r"Not a test of the claim at this scale: .*? grid\. |Not a test .*? above [\d.]+ %\. ", "", rest)
-    return "not tested at this scale" if gates else compared.status, rest
+    return compared.status, rest
 
 
 def _better_baseline(item, compared, where):
@@ -208,7 +229,7 @@ def _gain(item, compared):
     return interval(errors)[0] - interval(list(compared.high.values()))[0]
 
 
-def _kept(item, claim, status, compared, said, rest, where):
+def _kept(item, claim, status, compared, rest, where):
     """Return whether an arm keeps 90 % of SAM's gain, and what is left of the sentence; the claim says its cost."""
     cost = re.search(r", at ([\d.]+) pass", claim)
     if cost and compared.differences:
@@ -218,11 +239,10 @@ def _kept(item, claim, status, compared, said, rest, where):
     rest = re.sub(r"(?<= )\d+%(?= of the gain)|m = \d+|1/\d+", "", rest)
     if not compared.differences:
         return status, rest
-    gates = _gates_of_arms(item, compared)
-    item.tally.same("gate", where, said, gates, len(gates))
+    if compared.gated:
+        return status, rest
     mean, half_width = interval(compared.differences)
-    kept = "kept" if status == "reproduced" else "not kept" if mean - half_width > 0 else status
-    return "not tested at this scale" if gates else kept, rest
+    return "kept" if status == "reproduced" else "not kept" if mean - half_width > 0 else status, rest
 
 
 def _gates_of_arms(item, compared):
@@ -319,8 +339,14 @@ def _noise(item, evidence, where):
 def _change(item, evidence, compared, where):
     """Check a difference of differences, and its gate: both baselines fit, and both grids hold the chosen rho."""
     begin = evidence.index("SAM's change of the ")
-    rest = _sentences(item, evidence[begin:], [compared], where)
-    expected = []
+    said, expected = evidence[:begin], gates(item, compared)
+    said = said.removeprefix("Not a test of the claim at this scale: ").removesuffix(". ")
+    item.tally.same("gate", where, said, "; ".join(expected), len(expected))
+    return compared.status, _sentences(item, evidence[begin:], [compared], where)
+
+
+def _gates_of_change(item, compared):
+    found = []
     for m in compared.names:
         sgd, sam = (
             next(r for r in compared.runs if f"m = {_size(r)}" == m and bool(optim(r, "rho")) == uses)
@@ -329,13 +355,11 @@ def _change(item, evidence, compared, where):
         replicas = [r for r in compared.runs if f"m = {_size(r)}" == m and not optim(r, "rho")]
         error = 100 * sum(r["metrics"]["train_error"] for r in replicas) / len(replicas)
         if error > GATE:
-            expected.append(f"SGD, {m} ends with a training error of {error:.1f} %, above {GATE:g} %")
+            found.append(f"SGD, {m} ends with a training error of {error:.1f} %, above {GATE:g} %")
         condition = f"{sgd['spec']['model']['name']}, {sgd['spec']['data']['name']}"
         if edge := _edge(item, condition, f"SAM, {m}", sam):
-            expected.append(f"SAM, {m}'s {edge} is at the edge of its grid")
-    said = evidence[:begin].removeprefix("Not a test of the claim at this scale: ").removesuffix(". ")
-    item.tally.same("gate", where, said, "; ".join(expected), len(expected))
-    return "not tested at this scale" if expected else compared.status, rest
+            found.append(f"SAM, {m}'s {edge} is at the edge of its grid")
+    return found
 
 
 def _size(run):

@@ -111,6 +111,21 @@ def test_table_8_is_no_test_where_training_without_sam_does_not_fit_its_labels()
     assert "without SAM the training error ends at 6.0 %, above 5 %" in found.verdicts[0].evidence
 
 
+@pytest.mark.parametrize(("epochs", "rises"), [(20, "not reproduced"), (80, "not tested at this scale")])
+def test_table_2_says_nothing_of_more_epochs_where_sgd_does_not_fit(epochs, rises):
+    """SGD's training error is 10 % for so many epochs: that closes the gate of all claims on these epochs."""
+
+    def of_job(job):
+        is_unfit = job.experiment.epochs == epochs and not job.experiment.optim.uses_sam
+        errors = {"test_error": 0.6 - 0.001 * job.experiment.epochs + 0.001 * job.seed**2 / job.experiment.epochs}
+        return errors | {"train_error": 0.1 if is_unfit else 0.0}
+
+    found = invented_findings(ITEMS["imagenet"], "laptop", of_job)
+    assert [v.status for v in found.verdicts[-2:]] == ["not tested at this scale", rises]
+    why = f"at this scale: {epochs} epochs: SGD ends with a training error of 10.0 %, above 2 %."
+    assert [why in v.evidence for v in found.verdicts[-2:]] == [True, rises == "not tested at this scale"]
+
+
 def test_table_8_has_the_papers_numbers_on_a_laptop_too_and_judges_nothing_while_runs_are_missing():
     with_sam = only(lambda job: job.experiment.optim.rho, best_rho_is(0.2))
     found = invented_findings(ITEMS["noise-and-rho"], "laptop", with_sam)
@@ -140,7 +155,7 @@ def test_more_epochs_are_judged_with_sam_from_each_to_the_next_and_without_it_at
     def metrics(job):
         which, rho = (20, 40, 80).index(job.experiment.epochs), job.experiment.optim.rho
         noise = np.random.default_rng((job.seed, which, rho > 0)).standard_normal()
-        return {"test_error": (sam if rho else sgd)[which] + 1e-3 * noise}
+        return {"test_error": (sam if rho else sgd)[which] + 1e-3 * noise, "train_error": 0.0}
 
     found = invented_findings(ITEMS["imagenet"], "laptop", metrics)
     falls, rises = found.verdicts[-2:]

@@ -272,3 +272,23 @@ def test_a_number_that_rises_or_falls_with_the_other_leaves_nothing_and_a_consta
     assert rank_residuals([v**3 for v in x], x) == [0.0] * 4
     assert rank_residuals([-v for v in x], x) == [0.0] * 4
     assert rank_residuals(x, [7.0] * 4) == [0.5, -1.5, -0.5, 1.5]
+
+
+def test_a_comparison_whose_gate_is_closed_shows_its_numbers_and_makes_no_other_claim_easier_to_show():
+    """Its p-value is the smallest; counted as rejected it would leave a factor of 2 for the next, not of 3."""
+    clear, next_one, last = with_p(0.001), with_p(0.02), with_p(0.5)
+    closed = clear.gated(["SGD does not fit", None, "rho is at the edge"])
+    assert clear.gated([None]) == clear
+    family = Family([closed, next_one, last])
+    assert family.p_holm(next_one) == pytest.approx(3 * 0.02)
+    assert Family([clear, next_one, last]).p_holm(next_one) == pytest.approx(2 * 0.02)
+    verdict = family.judge("It is lower.", [closed])
+    assert verdict.status == "not tested at this scale"
+    assert verdict.evidence.startswith(
+        "Not a test of the claim at this scale: SGD does not fit; rho is at the edge. error"
+    )
+    (shown,) = verdict.comparisons
+    assert shown.p_value == pytest.approx(0.001)
+    assert math.isnan(shown.p_holm)
+    assert shown.difference == mean_and_interval(clear.differences)
+    assert family.judge("Both are.", [closed, closed]).evidence.count("SGD does not fit") == 1

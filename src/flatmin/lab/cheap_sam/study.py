@@ -25,7 +25,7 @@ from flatmin.lab.cheap_sam.arms import (
     rules,
 )
 from flatmin.lab.foret2021 import protocol
-from flatmin.lab.studies.condition_tables import gated, setting_of
+from flatmin.lab.studies.condition_tables import setting_of
 from flatmin.lab.studies.conditions import (
     MethodResult,
     at_best_epoch,
@@ -111,7 +111,7 @@ def _kept(entry: MethodResult, entries: Sequence[MethodResult]) -> OneSided:
     base, sam = _by_name(entries)[BASE], reference(entries)
     without, with_sam = base.values("test_error"), sam.values("test_error")
     limit = {seed: (1 - KEPT) * without[seed] + KEPT * with_sam[seed] for seed in without.keys() & with_sam.keys()}
-    return OneSided(
+    contrast = OneSided(
         quantity="test error, %",
         lower_name=entry.method.name,
         higher_name=f"SGD's error less {KEPT:.0%} of the gain of {sam.method.name}",
@@ -120,6 +120,8 @@ def _kept(entry: MethodResult, entries: Sequence[MethodResult]) -> OneSided:
         num_asked=max(2, len(entry.replicas.records), len(sam.replicas.records)),
         runs=runs_of(e.replicas for e in (base, sam, entry)),
     )
+    notes = (base.unfit_note, sam.gate_note, entry.gate_note, gain_note(entries))
+    return contrast if contrast.waits else contrast.gated(notes)
 
 
 def _claim(entry: MethodResult, entries: Sequence[MethodResult]) -> str:
@@ -131,10 +133,7 @@ def _verdict(entry: MethodResult, contrast: OneSided, family: Family, entries: S
     passes = cost_of(entry)
     cost = "" if passes is None else f", at {passes:.4g} {'pass' if passes == 1 else 'passes'}"
     verdict = family.judge(f"{_claim(entry, entries)}{cost}.", [contrast])
-    if contrast.waits:
-        return verdict
-    notes = (_by_name(entries)[BASE].unfit_note, reference(entries).gate_note, entry.gate_note, gain_note(entries))
-    return gated(contrast.kept(verdict), notes)
+    return verdict if contrast.waits else contrast.kept(verdict)
 
 
 def sam_gains(entries: Sequence[MethodResult]) -> bool:

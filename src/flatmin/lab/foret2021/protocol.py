@@ -25,7 +25,9 @@ METRICS = ("test_error", "test_loss", "test_ece")
 RULES = (
     "Gate: a comparison is a test of the claim only if the baseline that counts ends with a training error of at most "
     f"{MOST_TRAIN_ERROR:g} % (with noisy labels {MOST_NOISY_TRAIN_ERROR:g} % on the labels as given), and if the "
-    "chosen rho is inside its grid. Otherwise the verdict is “not tested at this scale”.",
+    "chosen rho is inside its grid. Otherwise the verdict is “not tested at this scale”, and the comparison counts as "
+    "not rejected in Holm's correction. Mixup, whose training error is one on mixed images, and SGD that stops early "
+    "are not asked to fit.",
     f"rho: {', '.join(f'{f:g}' for f in FACTORS)} times the suggestion, chosen by validation error, one run each. If "
     f"the best is at the edge, the grid is extended by a factor of 2, at most {MAX_EXTENSIONS} times.",
     "Learning rate 0.1 and weight decay 0.0005 are the paper's (Table 6, WRN-28-10, 200 epochs) and are not tuned.",

@@ -148,9 +148,9 @@ LAPTOP_SUMMARIES: dict[tuple[str, ...], str] = {
     f"parameters than examples. {SIGN_ONLY} The replicas share one subset of the images. The paper compares SAM with "
     "several m; here each is compared with SGD by micro-batches of the same m first, because batch norm on few "
     "examples is a regularizer by itself.",
-    ("error-reduction",): "The laptop's conditions of Tables 1, 2, 3 and 5: small models on 1,000 images of "
-    "CIFAR-10 or Fashion-MNIST, and EfficientNet-Lite0 fine-tuned on Flowers-102, in place of the paper's models "
-    "and datasets. What can be compared is the sign of a reduction, not its size.",
+    ("error-reduction",): "The laptop's conditions of Tables 1, 2, 3 and 5: small models on 1,000 or 2,000 "
+    "images of CIFAR-10 or 1,000 of Fashion-MNIST, and EfficientNet-Lite0 fine-tuned on Flowers-102, in place of the "
+    "paper's models and datasets. What can be compared is the sign of a reduction, not its size.",
 }
 """What differs from the paper's experiments on a laptop, by item."""
 FIGURES_SUMMARY = (

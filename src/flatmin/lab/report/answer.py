@@ -17,7 +17,8 @@ LOWER = " has a lower test error than "
 TESTS = ("reproduced", "not reproduced", "inconclusive")
 KEPT = ("kept", "not kept")
 """What becomes of claims of our own."""
-LEAD = "In each condition the SAM with the lowest test error vs. its strongest rival, significant or not:"
+LEAD = "In each condition SAM (the variant with the lowest test error, the paper's before ours) vs. all of its rivals:"
+NO_CONTROL = " SGD by such micro-batches, a control for batch norm, was not run."
 HOW_SURE = (
     "± is half of a 95 % confidence interval over n pairs of runs with the same seed; p is after Holm's correction. A "
     "step without SAM costs 1 pass."
@@ -25,24 +26,23 @@ HOW_SURE = (
 
 
 def answer(findings: Sequence[Findings], records: dict[str, RunRecord]) -> dict[str, Any]:
-    """Return the verdicts by status, each claim counted once, and one effect in each condition, in words and to plot.
+    """Return the verdicts by status, each claim counted once, and the effects in each condition, in words and to plot.
 
-    It is told whether it is significant or not, and it is the hardest to show: the rival has the lowest error of all
-    with which SAM is compared. The verdicts on claims of our own are all told.
+    All effects of one SAM are told, significant or not: the paper's, with the m that has the lowest error. So are the
+    verdicts on claims of our own.
     """
     counted = [(one, verdict) for one in findings if one.item not in REPEATED for verdict in one.verdicts]
-    papers = [(one, verdict) for one, verdict in counted if not verdict.claim.endswith(OURS)]
+    papers = [(one, verdict) for one, verdict in counted if not _is_ours(verdict)]
     counts = Counter(verdict.status for _, verdict in papers)
     tests = Counter(verdict.status for _, verdict in papers if _is_of_sam(verdict))
     own = {one.item for one, verdict in counted if verdict.status in KEPT}
-    hardest: dict[tuple[str, str], tuple[str, Verdict]] = {}
+    conditions: dict[tuple[str, str], list[Verdict]] = {}
     for one, verdict in counted:
-        if verdict.status in TESTS and _is_of_sam(verdict):
-            where = one.item, _condition(verdict)
-            if where not in hardest or _errors(verdict) < _errors(hardest[where][1]):
-                place = ", ".join(filter(None, (one.place if len(findings) > 1 else "", _condition(verdict))))
-                hardest[where] = f"{place}: " if place else "", verdict
-    sentences = [_sentence(where, verdict, records) for where, verdict in hardest.values()]
+        if _is_of_sam(verdict):
+            place = ", ".join(filter(None, (one.place if len(findings) > 1 else "", _condition(verdict))))
+            conditions.setdefault((one.item, f"{place}: " if place else ""), []).append(verdict)
+    told = [(where, best) for (_, where), of_sam in conditions.items() if (best := _of_the_best(of_sam))]
+    sentences = [_sentence(where, verdicts, records) for where, verdicts in told]
     is_choice = len(sentences) > 1
     sentences += [_own_sentence(v) for one, v in counted if one.item in own and v.status in (*KEPT, "inconclusive")]
     repeated = [one.item for one in findings if one.item in REPEATED]
@@ -54,7 +54,7 @@ def answer(findings: Sequence[Findings], records: dict[str, RunRecord]) -> dict[
         "headline": _headline(tests),
         "lead": LEAD if is_choice else "",
         "sentences": sentences,
-        "effects": [(where + _methods(verdict), verdict) for where, verdict in hardest.values()] if is_choice else [],
+        "effects": [(w + _methods(v), v) for w, verdicts in told for v in _tests(verdicts)] if is_choice else [],
         "how_sure": HOW_SURE + left_out,
     }
 
@@ -75,10 +75,29 @@ def _condition(verdict: Verdict) -> str:
     return verdict.claim.partition(f"{method}{LOWER}")[0].rstrip(":, ")
 
 
-def _errors(verdict: Verdict) -> tuple[float, float]:
-    """Return the mean errors of the method and of its baseline."""
-    compared = verdict.comparisons[0]
-    return compared.baseline + compared.difference.mean, compared.baseline
+def _of_the_best(of_sam: Sequence[Verdict]) -> list[Verdict]:
+    """Return the verdicts on the SAM with the lowest error: one of the paper's, or if there is none one of ours."""
+    tests = _tests(of_sam)
+    papers = {_method(verdict) for verdict in tests if not _is_ours(verdict)}
+    best = min(tests, key=lambda verdict: (_method(verdict) not in papers, _error(verdict)), default=None)
+    return [] if best is None else [verdict for verdict in of_sam if _method(verdict) == _method(best)]
+
+
+def _tests(verdicts: Sequence[Verdict]) -> list[Verdict]:
+    return [verdict for verdict in verdicts if verdict.status in TESTS]
+
+
+def _method(verdict: Verdict) -> str:
+    return verdict.comparisons[0].name.partition(" - ")[0]
+
+
+def _error(verdict: Verdict) -> float:
+    """Return the mean error of the method."""
+    return verdict.comparisons[0].baseline + verdict.comparisons[0].difference.mean
+
+
+def _is_ours(verdict: Verdict) -> bool:
+    return verdict.claim.endswith(OURS)
 
 
 def _is_of_sam(verdict: Verdict) -> bool:
@@ -101,17 +120,23 @@ def _methods(verdict: Verdict) -> str:
     return verdict.comparisons[0].name.replace(" - ", " vs. ", 1)
 
 
-def _sentence(where: str, verdict: Verdict, records: dict[str, RunRecord]) -> str:
-    """Return what a method does to the test error, what its steps cost, and how sure that is."""
-    compared = verdict.comparisons[0]
-    method, baseline = compared.name.split(" - ", 1)
-    difference = Interval(abs(compared.difference.mean), compared.difference.half_width)
-    does = "lowers" if compared.difference.mean < 0 else "raises"
-    decided = "; not significant" if verdict.status == "inconclusive" else ""
-    said = f"{where}{method} {does} the test error by {interval_text(difference)} points vs. {baseline}"
-    experiment = records[compared.runs[-1]].experiment  # the method's runs follow the baseline's
+def _sentence(where: str, verdicts: Sequence[Verdict], records: dict[str, RunRecord]) -> str:
+    """Return what a method does to the test error next to each rival, how sure that is, and what its steps cost."""
+    method = _method(verdicts[0])
+    effects: list[str] = []
+    for verdict in _tests(verdicts):
+        compared = verdict.comparisons[0]
+        size = interval_text(Interval(abs(compared.difference.mean), compared.difference.half_width))
+        does, rival = "lowers" if compared.difference.mean < 0 else "raises", compared.name.partition(" - ")[2]
+        what = f"it by {size}" if effects else f"the test error by {size} points"
+        marks = "; not significant" * (verdict.status == "inconclusive") + "; ours" * _is_ours(verdict)
+        effects.append(f"{does} {what} vs. {rival} {_sure(compared, marks)}")
+    run = verdicts[0].comparisons[0].runs[-1]  # the method's runs follow the baseline's
+    experiment = records[run].experiment
     cost = "" if experiment is None else f", at {passes_per_step(experiment):g} passes per step"
-    return f"{said} {_sure(compared, decided)}{cost}{OURS if verdict.claim.endswith(OURS) else ''}."
+    m = method.partition(", m = ")[2]
+    controlled = not m or any(f" - SGD, m = {m}" in verdict.comparisons[0].name for verdict in verdicts)
+    return f"{where}{method} {'; '.join(effects)}{cost}.{'' if controlled else NO_CONTROL}"
 
 
 def _own_sentence(verdict: Verdict) -> str:

@@ -19,7 +19,7 @@ from flatmin.lab.sweeps.progress import time_text
 
 MOST_CHARACTERS = 60
 """Of a file's name: some file systems take no more than 143."""
-CONDITION_LIMIT = 25.0
+CONDITION_LIMIT = 60.0
 """How far the axis of the first plot goes, in %: one diverged condition must not squeeze all others."""
 LOGARITHM = "log10 of "  # how the name of a logarithm begins
 MOST_POINTS = 150
@@ -148,14 +148,14 @@ def _overview_rows(
 
 
 def _each_condition(effects: Sequence[tuple[str, Verdict]]) -> dict[str, Any] | None:
-    """Return the plot of one effect in each condition; None without effects."""
+    """Return the plot of one SAM and its rivals in each condition; None without effects."""
     rows = [
         (label, verdict.status, effect)
         for label, verdict in effects
         if (effect := relative_effect(verdict.comparisons[0])) is not None
     ]
     note = "Left of 0: SAM's test error is lower. Where a number stands, the difference is off the axis."
-    figure = ForestFigure("SAM and its strongest rival in each condition", [("", rows)], limit=CONDITION_LIMIT)
+    figure = ForestFigure("SAM and its rivals in each condition", [("", rows)], limit=CONDITION_LIMIT)
     return _forest(figure, note, "figures/answer.svg") if rows else None
 
 

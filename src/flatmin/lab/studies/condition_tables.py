@@ -1,14 +1,14 @@
 """Conditions as tables in the paper's shape, comparisons with the baseline, and verdicts."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from flatmin.lab.runs.record import RunRecord
 from flatmin.lab.spec.experiment import Experiment
 from flatmin.lab.studies.conditions import Condition, MethodResult, better, unit_of, validation_error
-from flatmin.lab.studies.contrasts import Contrast, Family
+from flatmin.lab.studies.contrasts import Contrast, Family, gate_text
 from flatmin.lab.studies.findings import Cell, Hyperparameter, Row, Table, Verdict, own_settings
 from flatmin.lab.studies.printed import Claims
 from flatmin.lab.studies.statistics import mean_and_interval, p_text
@@ -57,21 +57,13 @@ class _Compared:
         comparison, correction = contrast.comparison(family.p_holm(contrast)), family.correction([contrast])
         difference, points = comparison.difference, "points" if unit_of(self.metric) else "nats"
         size = f"{difference.mean:+.2f} ± {difference.half_width:.2f} {points} over {comparison.num_pairs} pairs"
-        verdict = Verdict(
+        said = f" ({correction})" if correction else ""
+        return Verdict(
             claim=f"{self.claim(contrast.higher_name)}{' (ours)' if self.is_ours else ''}",
             status=family.status(contrast),
-            evidence=f"{size}, {p_text(comparison.p_holm)}{f' ({correction})' if correction else ''}.",
+            evidence=f"{gate_text(contrast.gate)}{size}, {p_text(comparison.p_holm)}{said}.",
             comparisons=[comparison],
         )
-        rival = next(e for e in self.rivals if e.method.name == contrast.higher_name)
-        return gated(verdict, (rival.unfit_note, rival.gate_note, self.entry.gate_note))
-
-
-def gated(verdict: Verdict, notes: Iterable[str | None]) -> Verdict:
-    """Return a verdict, or that the claim was not tested if there is a note on why the runs are not a test of it."""
-    why = "; ".join(note for note in notes if note is not None)
-    evidence = f"Not a test of the claim at this scale: {why}. {verdict.evidence}"
-    return replace(verdict, status="not tested at this scale", evidence=evidence) if why else verdict
 
 
 def condition_tables(
@@ -184,6 +176,8 @@ def _compared(entries: Sequence[MethodResult], metric: str) -> list[_Compared]:
         elif without := [e.method.name for e in (entry, rival) if len(e.values(metric)) < len(e.replicas.records)]:
             why = f"not every replica of {' and '.join(without)} has a finite {METRIC_NAMES[metric]}"
             contrast = replace(contrast, lower={}, higher={}, untestable=why)
+        else:
+            contrast = contrast.gated((rival.unfit_note, rival.gate_note, entry.gate_note))
         compared.append(_Compared(entry, rivals, metric, contrast))
     return compared
 

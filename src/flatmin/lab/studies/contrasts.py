@@ -3,11 +3,13 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from flatmin.lab.studies.findings import Comparison, Verdict, VerdictStatus
 from flatmin.lab.studies.statistics import SIGNIFICANT, holm, mean_and_interval, p_text, paired_p_value
 
 BySeed = Mapping[int, float]
+AnyContrast = TypeVar("AnyContrast", bound="Contrast")
 
 
 def mean(values: Iterable[float]) -> float:
@@ -45,8 +47,14 @@ class Contrast:
     unit: str = "%"
     untestable: str = ""
     """Why all runs that are asked for cannot test the claim at this scale; nothing if they can."""
+    gate: str = ""
+    """Why the runs, though all are there, are no test of the claim: numbers are shown, and count as not rejected."""
     relative: bool = True
     """Whether the difference is also worth a share of the higher number: not where that may be 0."""
+
+    def gated(self: AnyContrast, notes: Iterable[str | None]) -> AnyContrast:
+        """Return the contrast, which is not judged if there is a note on why its runs are not a test."""
+        return replace(self, gate="; ".join(note for note in notes if note is not None))
 
     @property
     def pairs(self) -> list[tuple[float, float]]:
@@ -114,10 +122,17 @@ class OneSided(Contrast):
 
     def kept(self, verdict: Verdict) -> Verdict:
         """Return the verdict on this claim, a limit on an error, as one on a gain: kept; not kept; or still open."""
+        if self.gate:
+            return verdict
         if verdict.status == "reproduced":
             return replace(verdict, status="kept")
         excess = mean_and_interval(self.differences)
         return replace(verdict, status="not kept") if excess.mean - excess.half_width > 0 else verdict
+
+
+def gate_text(why: str) -> str:
+    """Return what the evidence of a verdict begins with if its gate says that the runs are no test."""
+    return f"Not a test of the claim at this scale: {why}. " if why else ""
 
 
 def refuted(verdict: Verdict, said: str) -> Verdict:
@@ -131,12 +146,13 @@ class Family:
     """All comparisons that an item plans at a scale, corrected together by Holm's method.
 
     One that waits for runs counts as not rejected, so no verdict changes when it arrives: what is significant now
-    stays so, and what may become so, when smaller p-values arrive, is not judged before.
+    stays so, and what may become so, when smaller p-values arrive, is not judged before. So does one whose gate says
+    that it is no test: it makes no other claim easier to show.
     """
 
     def __init__(self, contrasts: Iterable[Contrast]) -> None:
         self.contrasts = list(contrasts)
-        p_values = [contrast.p_value for contrast in self.contrasts]
+        p_values = [math.nan if contrast.gate else contrast.p_value for contrast in self.contrasts]
         self._p_holm = holm(p_values)
         self._p_at_best = holm([0.0 if c.waits else p for c, p in zip(self.contrasts, p_values, strict=True)])
 
@@ -157,7 +173,7 @@ class Family:
     def status(self, contrast: Contrast) -> VerdictStatus:
         """Say whether the claim of one comparison holds, as far as the runs can show."""
         p = self.p_holm(contrast)
-        if contrast.untestable:
+        if contrast.untestable or contrast.gate:
             return "not tested at this scale"
         if math.isnan(p) or self.is_open(contrast):
             return "not tested"
@@ -196,10 +212,11 @@ class Family:
         elif all(part == "reproduced" for part in parts):
             status = "reproduced"
         said = [contrast.describe(self.p_holm(contrast)) for contrast in contrasts]
+        gate = "; ".join(dict.fromkeys(note for c in contrasts if c.gate for note in c.gate.split("; ")))
         said += [self.correction(contrasts)] if self.correction(contrasts) else []
         return Verdict(
             claim=claim,
             status=status,
-            evidence="; ".join(said) + ".",
+            evidence=f"{gate_text(gate)}{'; '.join(said)}.",
             comparisons=[c.comparison(self.p_holm(c)) for c in contrasts if c.differences],
         )

@@ -15,7 +15,7 @@ from flatmin.lab.foret2021.claims.figures import FIGURES
 from flatmin.lab.foret2021.item_findings import findings, hyperparameters
 from flatmin.lab.foret2021.scales import start
 from flatmin.lab.foret2021.settings import M_GRID, M_SHARPNESS, RHO_GRID
-from flatmin.lab.studies.condition_tables import METRIC_NAMES, OUR_METRICS, TRAINING_NOTE, choices, gated
+from flatmin.lab.studies.condition_tables import METRIC_NAMES, OUR_METRICS, TRAINING_NOTE, choices
 from flatmin.lab.studies.conditions import Condition, MethodResult, conditions_item, unit_of, validation_error
 from flatmin.lab.studies.contrasts import Contrast, Family, changes
 from flatmin.lab.studies.findings import Findings, LineFigure, Row, Series, Table, Verdict
@@ -122,7 +122,7 @@ def gain_contrasts(pairs: Pairs, metric: str) -> dict[int, Contrast]:
         four = [*pairs[m], *pairs[largest]]
         missing = any(entry.incomplete_reason for entry in four)
         low, high = (changes(sgd.values(metric), sam.values(metric)) for sgd, sam in (pairs[m], pairs[largest]))
-        found[m] = Contrast(
+        contrast = Contrast(
             quantity=f"SAM's change of the {METRIC_NAMES[metric]}",
             lower_name=f"m = {m}",
             higher_name=f"m = {largest}",
@@ -133,6 +133,9 @@ def gain_contrasts(pairs: Pairs, metric: str) -> dict[int, Contrast]:
             unit=unit_of(metric),
             relative=False,
         )
+        # Not a test of the claim: SGD does not fit, or rho is at the edge.
+        notes = [note for sgd, sam in (pairs[m], pairs[largest]) for note in (sgd.unfit_note, sam.gate_note)]
+        found[m] = contrast if missing else contrast.gated(notes)
     return found
 
 
@@ -148,10 +151,7 @@ def _verdict(pairs: Pairs, m: int, metric: str, contrast: Contrast, family: Fami
     largest, what = max(pairs), METRIC_NAMES[metric]
     papers = "" if metric in OUR_METRICS else f"{CLAIMS.statements[0].claim.removesuffix('.')}: "
     claim = f"SAM lowers the {what} more with m = {m} than with m = {largest}, each relative to SGD with the same m."
-    judged = family.judge(f"{papers}{claim}{_ours(metric)}", [contrast])
-    # Not a test of the claim: SGD does not fit, or rho is at the edge.
-    notes = [note for sgd, sam in (pairs[m], pairs[largest]) for note in (sgd.unfit_note, sam.gate_note)]
-    return judged if contrast.waits else gated(judged, notes)
+    return family.judge(f"{papers}{claim}{_ours(metric)}", [contrast])
 
 
 def _table(pairs: Pairs, metric: str, contrasts: Mapping[int, Contrast], family: Family | None) -> Table:

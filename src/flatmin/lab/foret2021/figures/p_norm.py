@@ -13,7 +13,6 @@ from flatmin.lab.foret2021.claims.figures import CLAIMS
 from flatmin.lab.foret2021.item_findings import findings, hyperparameters, item
 from flatmin.lab.foret2021.scales import LAPTOP_RHOS, jobs_for, start
 from flatmin.lab.foret2021.settings import NORMS, RHO_GRID, VALIDATION, rho_of_sup_norm
-from flatmin.lab.studies.condition_tables import gated
 from flatmin.lab.studies.conditions import edge_note, replica_seeds
 from flatmin.lab.studies.contrasts import Family, mean
 from flatmin.lab.studies.cost import num_weights
@@ -94,10 +93,10 @@ def p_norm(scale: Scale, known: Known) -> Findings:
         lower.lower_than(higher, "test error, %", "test_error")
         for lower, higher in ((two, noise), (sup, noise), (two, sup))
     ]
+    if not any(contrast.waits for contrast in contrasts):
+        contrasts = [contrast.gated(curve.gate_note for curve in curves.values()) for contrast in contrasts]
     family = Family(contrasts)
     verdict = family.judge(CLAIMS["p-norm"].statements[0].claim, contrasts)
-    if not any(contrast.waits for contrast in contrasts):
-        verdict = gated(verdict, [curve.gate_note for curve in curves.values()])
     two_noise, sup_noise, two_sup = map(family.comparison, contrasts)
     table = Table(
         title="Test error at the rho that the validation set chooses for each perturbation",

@@ -25,17 +25,25 @@ LAPTOP_IMAGE_SIZE = 16
 
 
 def _over_epochs(entries: Sequence[MethodResult]) -> list[tuple[str, list[Contrast]]]:
-    """Return the claims that with SAM the error falls with more epochs, and that without it rises in the end."""
+    """Return the claims that with SAM the error falls with more epochs, and that without it rises in the end.
+
+    Both numbers of epochs must be enough for SGD to fit.
+    """
     _, falls, rises = (statement.claim for statement in CLAIMS.statements)
+    unfit = {e.condition.name: e.unfit_note for e in entries if e.method.name == "SGD"}
     contrasts: dict[str, list[Contrast]] = {"SAM": [], "SGD": []}
     for model in dict.fromkeys(e.condition.labels[0] for e in entries):
         for method, claimed in contrasts.items():
             own = [e for e in entries if e.condition.labels[0] == model and e.method.name == method]
             own.sort(key=lambda e: e.condition.start.epochs)
-            replicas = [replace(e.replicas, name=e.condition.column) for e in own]
-            for shorter, longer in pairwise(replicas if method == "SAM" else replicas[-2:]):
-                low, high = (longer, shorter) if method == "SAM" else (shorter, longer)
-                claimed.append(low.lower_than(high, f"test error of {model} with {method}, %", "test_error"))
+            for shorter, longer in pairwise(own if method == "SAM" else own[-2:]):
+                low, high = (replace(e.replicas, name=e.condition.column) for e in (shorter, longer))
+                if method == "SAM":
+                    low, high = high, low
+                contrast = low.lower_than(high, f"test error of {model} with {method}, %", "test_error")
+                notes = {e.condition.column: unfit[e.condition.name] for e in (shorter, longer)}
+                gate = [f"{column}: {note}" for column, note in notes.items() if note is not None]
+                claimed.append(contrast if contrast.waits else contrast.gated(gate))
     return [(falls, contrasts["SAM"]), (rises, contrasts["SGD"])]
 
 
