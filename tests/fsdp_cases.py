@@ -209,6 +209,29 @@ def train_on_a_part(rank):
     return weights(model)
 
 
+def train_with_gathered_weights(rank, how):
+    """Train where FSDP2 keeps weights that it gathered before SAM moved their shards."""
+    model = sharded_model()
+    if how == "not resharded":
+        model.set_reshard_after_backward(False)
+    opt = SAM(torch.optim.SGD(model.parameters(), lr=0.1), model=model, rho=0.3)
+    for step in range(STEPS):
+        data = batch(rank, step)
+        closure = closure_of(opt, lambda: loss_of(model, data))
+        closure()
+        if how == "read between the passes":
+            with torch.no_grad():
+                model(data[0])
+        with opt.perturbed():
+            closure()
+            if how == "read in the second pass":
+                with torch.no_grad():
+                    model(data[0])
+        opt.step()
+    model.reshard()  # what is gathered is as old as before the step, as in FSDP2 without SAM
+    return weights(model)
+
+
 def suggestion(rank, settings, model=None):
     # Weights that stay gathered until a backward pass do not see that their shards are perturbed.
     model = sharded_model(**({} if RESHARD else {"reshard_after_forward": False})) if model is None else model

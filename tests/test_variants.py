@@ -148,6 +148,21 @@ def test_wsam_with_decoupling(case):
     case.check()
 
 
+def test_wsam_with_decoupling_uses_the_rate_of_each_group_and_leaves_out_one_without_a_radius(case):
+    """The first group has sam_rho 0 and another learning rate; its gradient differs at w + eps all the same."""
+    first, *others = case.model.parameters()
+    case.base = torch.optim.SGD([{"params": [first], "lr": 0.5, "sam_rho": 0.0}, {"params": others}], lr=LR)
+    opt = run_block("WSAM", 1, gamma=0.8, **(case.names | {"base": case.base})).opt
+    x, y = batch(0)
+    case.step(opt, x, y)
+    moves = flat([torch.full_like(p, p is not first) for p in case.model.parameters()])
+    rates = flat([torch.full_like(p, 0.5 if p is first else LR) for p in case.model.parameters()])
+    g = case.grad(case.w, x, y)
+    correction = case.grad(case.w + eq2(moves * g, 0.05, 2.0), x, y) - g
+    case.w = case.w - rates * (g + 4 * correction)
+    case.check()
+
+
 def test_gsam(case):
     """Zhuang et al., Algorithm 1: with angles and unit vectors, as there."""
     opt = run_block("GSAM", **case.names).opt

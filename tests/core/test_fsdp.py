@@ -43,6 +43,18 @@ def test_the_trajectory_is_that_of_a_single_process(two_processes, settings, way
             torch.testing.assert_close(value, reference, rtol=1e-10, atol=1e-12, equal_nan=True)
 
 
+@pytest.mark.skipif(TORCH < (2, 7), reason="FSDP2 on the CPU cannot gather weights in a backward pass")
+@pytest.mark.parametrize("how", ["not resharded", "read between the passes", "read in the second pass"])
+def test_weights_that_fsdp_has_gathered_before_are_gathered_anew(two_processes, how):
+    results = two_processes.run(fsdp_cases.train_with_gathered_weights, how)
+    model = fsdp_cases.make_model()
+    opt = SAM(torch.optim.SGD(model.parameters(), lr=0.1), rho=0.3)
+    for step in range(STEPS):
+        opt.step(closure_of(opt, lambda: sum(loss_of(model, batch(rank, step)) for rank in range(2)) / 2))
+    for got in results:
+        torch.testing.assert_close(got, weights(model), rtol=1e-10, atol=1e-12)
+
+
 def test_a_part_of_the_batch_is_that_of_a_single_process(two_processes):
     """eps comes from the parts of both workers together, because FSDP2 reduces the gradients of every pass."""
     results = two_processes.run(fsdp_cases.train_on_a_part)

@@ -80,6 +80,56 @@ def test_a_step_that_the_scaler_skips_changes_nothing_and_leaves_no_permission(o
         scaler.step(opt)
 
 
+def test_unscaling_before_the_block_is_an_error_and_the_next_step_is_none():
+    """A scaler unscales once a step, so the second pass's gradients would be 1024 times too large."""
+    (plain, opt_plain), (scaled, opt_scaled) = make(dtype=torch.float32), make(dtype=torch.float32)
+    data = batch(torch.float32)
+    for is_wrong in (True, False):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        opt_scaled.zero_grad()
+        scaler.scale(loss_of(scaled, data)).backward()
+        if is_wrong:
+            scaler.unscale_(opt_scaled)
+            nn.utils.clip_grad_norm_(scaled.parameters(), 1.0)
+            with pytest.raises(ValueError, match=r"unscale_\(opt\) was called before"), opt_scaled.perturbed():
+                pass
+    with opt_scaled.perturbed():
+        scaler.scale(loss_of(scaled, data)).backward()
+    scaler.step(opt_scaled)  # unscales by itself
+    scaler.update()
+    opt_plain.step(closure_of(plain, opt_plain, data))
+    torch.testing.assert_close(weights(plain), weights(scaled), rtol=1e-5, atol=1e-7)
+
+
+def test_gradients_unscaled_for_a_step_that_was_skipped_may_be_zeroed_in_place():
+    model, opt = make(dtype=torch.float32)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for factor in (math.inf, 1.0):
+        model.zero_grad(set_to_none=False)
+        scaler.scale(loss_of(model, batch(torch.float32))).backward()
+        with opt.perturbed():
+            scaler.scale(loss_of(model, batch(torch.float32)) * factor).backward()
+        scaler.unscale_(opt)
+        scaler.step(opt)
+        scaler.update()
+
+
+def test_a_step_at_radius_0_may_be_unscaled_and_the_next_one_is_perturbed_again():
+    model, opt = make(dtype=torch.float32)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    opt.rho = 0.0
+    for rho in (0.1, 0.1):
+        scaler.scale(loss_of(model, batch(torch.float32))).backward()
+        if opt.needs_perturbed_pass:
+            with opt.perturbed():
+                scaler.scale(loss_of(model, batch(torch.float32))).backward()
+        scaler.unscale_(opt)
+        scaler.step(opt)
+        scaler.update()
+        model.zero_grad()
+        opt.rho = rho
+
+
 def test_clipping_applies_to_the_second_gradient():
     model, opt = make()
     data, w = batch(), weights(model)

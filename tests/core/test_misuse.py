@@ -272,6 +272,68 @@ def test_gradients_zeroed_in_place_by_something_else_do_not_warn():
     opt.step(zeroes_by_hand)
 
 
+class Product(torch.nn.Module):
+    """L = (a b - 1)^2 / 2, where SAM trains a and another optimizer b."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (torch.nn.Parameter(torch.tensor([x], dtype=torch.float64)) for x in (2.0, 3.0))
+        self.unused = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self):
+        return (self.a * self.b - 1).square().sum() / 2
+
+
+@pytest.mark.parametrize("form", ["closure", "block"])
+@pytest.mark.parametrize("zeroed", ["outside", "inside", "inside in place", "later"])
+def test_another_optimizer_that_steps_on_the_sum_of_both_passes_is_warned_of(form, zeroed):
+    """Here b's gradient would be 10 at w and 11.1 at w + eps; a GAN's other optimizer zeroes it before its own pass."""
+    model = Product()
+    opt = SAM(torch.optim.SGD([model.a], lr=0.01), rho=0.1, model=model)
+    other = torch.optim.SGD([model.b, model.unused], lr=0.01)
+
+    def run():
+        opt.zero_grad()
+        if "inside" in zeroed:
+            other.zero_grad(set_to_none="place" not in zeroed)
+        loss = model()
+        loss.backward()
+        return loss
+
+    def step():
+        for _ in range(2):
+            other.zero_grad()
+            if form == "closure":
+                opt.step(run)
+            else:
+                run()
+                with opt.perturbed():
+                    run()
+                opt.step()
+            if zeroed == "later":
+                other.zero_grad(set_to_none=False)
+                model().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 100.0)
+            other.step()
+
+    if zeroed == "outside":
+        with pytest.warns(UserWarning, match="SGD steps on the sum of the gradients of SAM's two passes") as found:
+            step()
+        assert len(found) == 1
+    else:
+        step()  # warnings are errors here
+
+
+def test_two_wrappers_of_one_base_have_radii_of_their_own():
+    w, opt = make()
+    other = SAM(opt.base, rho=0.7)
+    assert (opt.rho, other.rho) == (0.3, 0.7)
+    assert [sam.state_dict()["param_groups"][0]["sam_default_rho"] for sam in (opt, other)] == [0.3, 0.7]
+    start = w.detach().clone()
+    opt.step(references.closure_of(opt, lambda: loss_of(w)))
+    torch.testing.assert_close(w.detach(), start - 0.1 * references.sam_gradient(loss_of, start, 0.3)[0])
+
+
 def test_losses_given_to_the_block_are_measured():
     w, opt = make()
     start = w.detach().clone()

@@ -95,6 +95,58 @@ MODELS = {
 }
 
 
+class PseudoLabels(nn.Module):
+    """FixMatch's: the targets are of the model in eval mode, where batch norm reads the statistics that it moves."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, momentum=0.5))
+
+    def forward(self, x):
+        return self.net(x)
+
+
+def pseudo_label_loss(model, x):
+    model.eval()
+    with torch.no_grad():
+        target = model(x)
+    model.train()
+    return (model(x) - target).square().mean()
+
+
+@pytest.mark.parametrize("form", ["closure", "block"])
+def test_statistics_that_a_pass_reads_in_eval_mode_are_the_same_in_both(form):
+    """From the second step on: the first one tells that the model is called in eval mode."""
+    torch.manual_seed(0)
+    model, x = PseudoLabels(), 3 * torch.randn(16, 4) + 5
+    opt = SAM(torch.optim.SGD(model.parameters(), lr=0.0), rho=1e-8, model=model)
+    for step in range(3):
+        if form == "closure":
+            opt.step(references.closure_of(opt, lambda: pseudo_label_loss(model, x)))
+        else:
+            opt.zero_grad()
+            loss = pseudo_label_loss(model, x)
+            loss.backward()
+            with opt.perturbed(loss) as second:
+                second.loss = pseudo_label_loss(model, x)
+                second.loss.backward()
+            opt.step()
+        assert step == 0 or abs(opt.metrics.sharpness.item()) < 1e-4
+        assert model.net[1].num_batches_tracked == step + 1
+
+
+def test_cached_parametrizations_are_computed_anew_at_the_perturbed_weights():
+    torch.manual_seed(0)
+    (model, x), (other, _) = ((nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), torch.randn(8, 4)) for _ in "ab")
+    other.load_state_dict(model.state_dict())
+    opt, plain = (SAM(torch.optim.SGD(m.parameters(), lr=0.1), rho=0.5, model=m) for m in (model, other))
+    with nn.utils.parametrize.cached():
+        opt.step(references.closure_of(opt, lambda: model(x).square().mean()))
+    plain.step(references.closure_of(plain, lambda: other(x).square().mean()))
+    assert opt.metrics.sharpness > 0
+    assert torch.equal(references.flat(model.parameters()), references.flat(other.parameters()))
+
+
 def make(kind, rho=1e-3, **settings):
     torch.manual_seed(0)
     np.random.seed(0)  # noqa: NPY002

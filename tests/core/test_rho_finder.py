@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import ddp_cases
 import fsdp_cases
@@ -93,7 +93,8 @@ def test_number_of_batches_and_rise():
     batches = examples(4, 4, 4)
     found = suggest_rho(opt, loss_fn, iter(batches), num_batches=2, rise=0.3)
     assert found.rho == pytest.approx(expected(parts, batches[:2], spans(1, 1), rise=0.3)[0], rel=1e-12)
-    assert len(found.per_batch) == 2
+    alone = [expected(parts, [x], spans(1, 1), rise=0.3)[0] for x in batches[:2]]
+    assert found.per_batch == pytest.approx(alone, rel=1e-12)
 
 
 def test_suggestion_follows_the_scale_of_weights_and_not_of_the_loss():
@@ -144,6 +145,13 @@ def test_curvature_and_spread_are_told_in_words():
     assert steep.measure().message == ""
     steep = suggest_rho(opt, lambda x: (x * torch.exp(20 * (w - 1))).mean() + 19, batches)  # (e^2 - 1) / 2 times
     assert "rises 3.2 times as much as its gradient predicts" in str(steep.measure())
+    # With d = w - 1, L = 1 + d + c d^2 rises by d + c d^2.
+    for ratio, is_told in ((0.4, True), (0.6, False), (1.9, False), (2.1, True)):
+        bent = suggest_rho(opt, lambda x, c=(ratio - 1) / 0.1: (x * (w + c * (w - 1) ** 2)).mean(), batches)
+        curve = bent.measure()
+        assert curve.rises[curve.rhos.index(bent.rho)] == pytest.approx(0.1 * ratio)
+        assert bool(curve.message) == is_told
+    assert curve.rhos == pytest.approx([0.1 * 2.0**k for k in range(-4, 5)])
     falling = suggest_rho(opt, lambda x: (x * torch.sin(10 * w)).mean() + 40, batches)
     assert "measure again" in falling.measure().message
     assert falling.plot() is not None
@@ -157,11 +165,106 @@ def test_curvature_and_spread_are_told_in_words():
     )
 
 
+def test_a_batch_without_loss_and_gradient_suggests_nothing_alone():
+    w = nn.Parameter(torch.tensor([1.0], dtype=torch.float64))
+    opt = SAM(torch.optim.SGD([w], lr=0.1))
+    batches = [torch.ones(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)]
+    found = suggest_rho(opt, lambda x: (x * w).mean(), batches)
+    assert (found.rho, found.per_batch) == (pytest.approx(0.1), (pytest.approx(0.1), math.inf))
+    assert "differ by a factor of inf" in found.message
+
+
+def test_groups_with_radii_of_their_own_are_told_of_unless_they_are_left_out():
+    for radius, told in ((0.1, True), (0.0, False)):
+        _, opt, loss_fn = quadratic(radii=(None, radius))
+        found = suggest_rho(opt, loss_fn, examples(8))
+        assert ("Groups have radii of their own" in str(found)) == told
+        for group, radius in zip(opt.param_groups, found.radii, strict=True):
+            group["sam_rho"] = radius
+        opt.rho = found.rho
+        again = suggest_rho(opt, loss_fn, examples(8))
+        assert (again.rho, again.radii) == (pytest.approx(found.rho), pytest.approx(found.radii))
+
+
 def test_plot_has_logarithmic_axes_and_three_lines():
     _, opt, loss_fn = quadratic()
-    (axes,) = suggest_rho(opt, loss_fn, examples(8)).plot([0.01, 0.1]).axes
+    suggestion = suggest_rho(opt, loss_fn, examples(8))
+    curve = suggestion.measure([0.01, 0.1])
+    (axes,) = suggestion.plot([0.01, 0.1]).axes
     assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
-    assert [len(line.get_xdata()) for line in axes.lines] == [3, 3, 2]
+    measured, line, mark = axes.lines
+    assert list(measured.get_xdata()) == list(line.get_xdata()) == list(curve.rhos)
+    assert list(measured.get_ydata()) == pytest.approx([rise / curve.loss for rise in curve.rises])
+    assert list(line.get_ydata()) == pytest.approx([rise / curve.loss for rise in curve.first_order])
+    assert list(mark.get_xdata()) == [suggestion.rho] * 2
+
+
+def test_a_fall_of_the_loss_has_no_place_on_logarithmic_axes():
+    w = nn.Parameter(torch.tensor([1.0], dtype=torch.float64))
+    falling = suggest_rho(SAM(torch.optim.SGD([w], lr=0.1)), lambda x: (x * (2 - (w - 2) ** 2)).mean(), [torch.ones(2)])
+    curve = falling.measure([5.0])
+    assert [rise > 0 for rise in curve.rises] == [True, False]
+    assert math.isnan(falling.plot([5.0]).axes[0].lines[0].get_ydata()[1])
+
+
+def test_measured_passes_are_forward_passes_and_radii_are_checked():
+    _, opt, loss_fn = quadratic()
+    modes = []
+
+    def listening(x):
+        modes.append(torch.is_grad_enabled())
+        return loss_fn(x)
+
+    suggestion = suggest_rho(opt, listening, examples(8))
+    assert modes == [True]
+    suggestion.measure([0.01])
+    assert modes[1:] == [True, False, False]
+    with pytest.raises(ValueError, match="rho"):
+        suggestion.measure([-1.0])
+
+
+def test_the_noise_of_a_pass_that_came_before_is_still_repeated_after_a_suggestion():
+    """Between the first pass and the block: neither the record of noise nor what `zero_grad()` told is touched."""
+    ends = []
+    for asks in (False, True):
+        model, opt, loader, loss_fn = noisy_case()
+        random.seed(0)
+        np.random.seed(0)  # noqa: NPY002
+        x, y = next(iter(loader))
+        opt.zero_grad()
+        loss_fn(x, y).backward()
+        if asks:
+
+            def loss_and_zero(x, y):
+                opt.zero_grad()
+                return loss_fn(x, y)
+
+            suggest_rho(opt, loss_and_zero, [(x, y)])
+        with opt.perturbed():
+            loss_fn(x, y).backward()
+        if asks:
+            suggest_rho(opt, loss_and_zero, [(x, y)])
+        opt.step()
+        ends.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+    assert torch.equal(*ends)
+
+
+@pytest.mark.parametrize("whose", ["loader", "sampler", "both"])
+def test_generators_of_a_loader_and_of_its_sampler_are_put_back(whose):
+    _, opt, loss_fn = quadratic()
+    of_loader, of_sampler = (torch.Generator().manual_seed(seed) for seed in (1, 2))
+    data = examples(8)[0]
+    sampler = RandomSampler(data, generator=of_sampler) if whose != "loader" else None
+    loader = DataLoader(
+        data,
+        batch_size=4,
+        sampler=sampler,
+        generator=None if whose == "sampler" else of_loader,
+        shuffle=sampler is None,
+    )
+    before = [g.get_state() for g in (of_loader, of_sampler)]
+    suggest_rho(opt, loss_fn, loader)
+    assert all(torch.equal(g.get_state(), state) for g, state in zip((of_loader, of_sampler), before, strict=True))
 
 
 class Noisy(nn.Module):

@@ -370,7 +370,7 @@ def test_a_group_is_added_to_one_of_the_bases():
         (lambda model: [SAM(sgd(halves(model)[0])), adamw(halves(model)[1])], "base is a SAM already"),
         (lambda model: [], "SAM wraps an optimizer"),
         (lambda model: list(model.parameters()), "SAM wraps an optimizer"),
-        (lambda model: [torch.optim.LBFGS(halves(model)[0]), adamw(halves(model)[1])], "evaluates a closure by itself"),
+        (lambda model: [torch.optim.LBFGS(halves(model)[0]), adamw(halves(model)[1])], "calls the closure itself"),
     ],
 )
 def test_other_lists_are_refused(make_bases, message):

@@ -308,8 +308,8 @@ def test_a_point_that_was_edited_is_measured_again(change, tmp_path):
     [
         ({"dims": 3}, "dims must be 1 or 2, got 3"),
         ({"span": 0.0}, "span must be positive and finite, got 0.0"),
-        ({"points": 10}, "points must be an odd number from 3 on, so that the model is on the grid; got 10"),
-        ({"points": 1}, "points must be an odd number from 3 on"),
+        ({"points": 10}, "points must be odd and at least 3, got 10: the middle one is the model"),
+        ({"points": 1}, "points must be odd and at least 3"),
         ({"directions": "pca"}, 'directions must be "random" or "hessian", got \'pca\''),
         ({"batch_norm": "eval"}, 'batch_norm must be "running" or "batch", got \'eval\''),
     ],

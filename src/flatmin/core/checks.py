@@ -141,8 +141,8 @@ def check_combine(combine: Any, weight: float | None, direction: object) -> Any:
         )
     if combine is not None and weight is not None:
         raise ValueError(
-            f"combine and weight={weight!r} both say how the gradients at w and at w + eps make a step. Leave out one: "
-            "weight=c is combine with g + c * (g_eps - g)."
+            f"combine and weight={weight!r} both define how the gradients at w and at w + eps are combined. Pass one: "
+            "weight=c is g + c * (g_eps - g)."
         )
     return combine
 
@@ -178,7 +178,7 @@ def check_base(base: Any) -> None:
     closure = inspect.signature(base.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise TypeError(
-            f"base is {type(base).__name__}, whose step() evaluates a closure by itself, as often as it likes: SAM "
+            f"base is {type(base).__name__}, whose step() calls the closure itself, any number of times: SAM "
             "cannot hand it one gradient. Use an optimizer that steps on given gradients, such as SGD or AdamW."
         )
 

@@ -78,6 +78,11 @@ def flattens_optimizer_state() -> bool:
     return bool(getattr(info, "flatten_optimizer_state_dict", False))
 
 
+def is_unscaling(depth: int) -> bool:
+    """Return whether the function so many calls above is where a GradScaler reads the groups to unscale gradients."""
+    return sys._getframe(depth + 1).f_code.co_name == "_unscale_grads_"
+
+
 def check_not_in_grad_scaler() -> None:
     """Raise if a GradScaler calls ``step(closure)``: it rejects ``closure=`` by itself, but not a positional one."""
     if _caller("torch.amp.grad_scaler") is not None:

@@ -131,6 +131,18 @@ def _buckets(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
     return buckets
 
 
+@torch.no_grad()
+def forget_gathered_weights(model: nn.Module | None, parameters: Iterable[Tensor]) -> None:
+    """Make FSDP2 gather the weights anew, because the shards have moved.
+
+    It keeps them after a forward pass without a backward one, or with ``set_reshard_after_backward(False)``.
+    """
+    if model is not None and dist.is_available() and dist.is_initialized() and any(map(is_sharded, parameters)):
+        for module in model.modules():
+            if hasattr(module, "_get_fsdp_state"):
+                module.reshard()  # type: ignore[operator]
+
+
 # HSDP: models that FSDP2 shards over the ranks of a group and replicates over several such groups.
 
 

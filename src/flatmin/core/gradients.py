@@ -13,6 +13,7 @@ from torch import Tensor
 PASS = "_sam_pass"
 OLDER = "_sam_older"
 BACKWARDS = "_sam_backwards"
+UNSCALED = "_sam_unscaled"
 
 
 def drop_gradients(parameters: Iterable[Tensor]) -> None:
@@ -62,6 +63,7 @@ class GradientMarks:
     is_held: bool = False  # zero_grad() does nothing: a closure's gradient is to be added to the others
     zeroed: bool = False  # zero_grad() was called since the first pass began
     _permission: object | None = None
+    _unscaled: object | None = None
     _used: object | None = None
     _version: int = -1  # of the marked gradient, when it was marked or used
     _watched: list[Tensor] = field(default_factory=list)
@@ -116,6 +118,21 @@ class GradientMarks:
     def _is_allowed(self, grad: Tensor) -> bool:
         return self._permission is not None and getattr(grad, PASS, None) is self._permission
 
+    # A GradScaler unscales once a step: if it does so before the pass at w + eps, that pass's gradients stay scaled.
+
+    def at_unscaling(self, parameters: Iterable[Tensor]) -> None:
+        """Mark gradients that are unscaled, unless a completed pass at w + eps left them."""
+        parameters = list(parameters)
+        if not self.step_allowed(parameters):
+            self._unscaled = object()
+            for p in parameters:
+                if p.grad is not None:
+                    setattr(p.grad, UNSCALED, self._unscaled)
+
+    def unscaled(self, parameters: Iterable[Tensor]) -> bool:
+        """Return whether the gradients were unscaled."""
+        return self._unscaled is not None and any(getattr(p.grad, UNSCALED, None) is self._unscaled for p in parameters)
+
     # A pass that may add to older gradients.
 
     def mark_older(self, parameters: Iterable[Tensor]) -> Callable[[], int | None]:
@@ -152,6 +169,7 @@ class GradientMarks:
 
     def forget_backwards(self) -> None:
         """Count from 0: the gradients were zeroed in place, or used."""
+        self._unscaled = None
         for p in self._watched:
             if p.grad is not None:
                 setattr(p.grad, BACKWARDS, (0, p.grad._version))

@@ -39,12 +39,12 @@ class ModelState:
     still counts batches. Layers are looked up each time, because they may be replaced during training.
 
     A large frozen model is not copied (LoRA): of each shape at most two parameters for each trained one. The others
-    get back the memory that they had, so a pass may assign to ``p.data``. ``entering`` saves only what can enter the
-    forward pass of training, without the running statistics of batch norm.
+    get back the memory that they had, so a pass may assign to ``p.data``. Without ``statistics`` the
+    running statistics of batch norm are left out, which a forward pass in training mode writes and does not read.
     """
 
     @torch.no_grad()
-    def __init__(self, model: nn.Module | None, parameters: Iterable[Tensor] = (), *, entering: bool = False) -> None:
+    def __init__(self, model: nn.Module | None, parameters: Iterable[Tensor] = (), *, statistics: bool = True) -> None:
         self._saved: list[_Saved] = []
         self._ddp = ddp.unwrap(model)
         # Whether the next forward pass replaces the buffers by rank 0's.
@@ -56,7 +56,7 @@ class ModelState:
         sharded = any(map(is_sharded, parameters))  # FSDP2 puts others in their place while a pass runs
         others: list[tuple[Tensors, str, Tensor]] = []
         for module in model.modules():
-            if not (entering and _only_counts(module)):
+            if statistics or not _only_counts(module):
                 for name, buffer in module._buffers.items():
                     if buffer is not None and not nn.parameter.is_lazy(buffer):
                         self._saved.append(_save(module._buffers, name, buffer))
@@ -113,10 +113,10 @@ class PassState:
         True
     """
 
-    def __init__(self, model: nn.Module | None, parameters: Iterable[Tensor]) -> None:
+    def __init__(self, model: nn.Module | None, parameters: Iterable[Tensor], *, statistics: bool = False) -> None:
         parameters = list(parameters)
         self.random = RandomState(dict.fromkeys(p.device for p in parameters))
-        self.model = ModelState(model, parameters, entering=True)
+        self.model = ModelState(model, parameters, statistics=statistics)
 
     def restore(self) -> None:
         """Make the next pass start from here."""

@@ -151,7 +151,7 @@ def project_(points: Sequence[Tensor], p: float, *, radius: float = 1.0, gather:
             x.mul_(factor.to(x.device, non_blocking=True))
         return
     if p != 1:
-        raise ValueError(f"There is no projection for p={p}: p must be 1, 2 or inf where there are several steps.")
+        raise ValueError(f"With several steps p must be 1, 2 or inf, got {p}: no projection is implemented for others.")
     theta = points[0].new_zeros(())
     for _ in range(L1_PROJECTION_STEPS):
         sums = []

@@ -49,6 +49,7 @@ class Replay:
         self._passes = passes
         self._handles: list[Any] = []
         self.is_paused = False  # in closures, whose passes SAM runs itself
+        self.reads_statistics = False  # passes call the model in eval mode too, where it reads running statistics
         self._num_replayed: int | None = None  # forward passes in the block; None outside
         self.forget()
 
@@ -75,6 +76,10 @@ class Replay:
         if not self.is_paused:
             self._zeroed, self._zeroed_late = self._passes.start(), bool(self._forwards)
             self._zeroed_after = _num_steps
+
+    def at_eval(self) -> None:
+        """Record that the model is called in eval mode, within a pass as far as one can tell."""
+        self.reads_statistics |= self.is_paused or self._zeroed is not None or self._num_replayed is not None
 
     def at_forward(self) -> None:
         """Record a forward pass of the first pass, or put the generators where they were in the first pass."""
@@ -160,10 +165,12 @@ class _ForwardHook:
         self._record = weakref.ref(record)
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling():
             return
         record = self._record()
-        if record is not None:
+        if record is not None and not module.training:
+            record.at_eval()
+        if record is not None and torch.is_grad_enabled():
             record.at_forward()
 
     def __reduce__(self) -> Any:

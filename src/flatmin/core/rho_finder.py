@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flatmin.core import ddp, dtensor
+from flatmin.core import ddp
 from flatmin.core.batch_split import Batch, call_with, split_batch
 from flatmin.core.checks import check_rho, keep_loss
 from flatmin.core.gradients import drop_gradients
@@ -47,7 +47,7 @@ def suggest_rho(
 
     with :math:`\epsilon_1` the perturbation of ``opt`` for rho = 1 and means over batches; for p = 2 that is
     :math:`0.1\, L / \lVert g \rVert`. At the start of training this is close to radii chosen on validation data, if
-    the model can fit its data in the time it has; otherwise a smaller radius is better. Try half and twice of it too.
+    the model can fit its data in the time it has; otherwise a smaller radius is better. Try half and twice that too.
 
     Nothing changes: weights, gradients, buffers (of ``opt.model``), random state, the optimizer and its metrics are
     exactly as before, also after an exception. Set the radius yourself: ``opt.rho = suggest_rho(...).rho``. With
@@ -55,7 +55,7 @@ def suggest_rho(
 
     Args:
         opt: the optimizer; its p, adaptive, groups, sync_perturbation and a direction that is a function are used. Its
-            rho does not matter, unless groups have a ``sam_rho``, which keep their ratio to it.
+            rho is ignored, but groups with a ``sam_rho`` keep their ratio to it: set all ``radii`` of the result.
         loss_fn: returns the mean loss of the examples it is given, as for ``step_batch``: ``loss_fn(*batch)`` for a
             tuple or list, ``loss_fn(batch)`` for a tensor or dict. A constant factor changes nothing: scale the loss if
             float16 gradients underflow.
@@ -96,7 +96,7 @@ def suggest_rho(
     _check(loss, unit)
     rho = rise * loss / unit
     radii = tuple(rho * radius for radius in source.unit_radii)
-    per_batch = tuple((rise * table[:, 1] / table[:, 2]).tolist())
+    per_batch = tuple((rise * table[:, 1] / table[:, 2]).nan_to_num(math.inf).tolist())  # 0 / 0 suggests nothing
 
     def measure(rhos: Sequence[float]) -> tuple[float, float, list[float]]:
         loss, unit, _, *losses = _means(source.run(rhos))
@@ -185,14 +185,20 @@ class _Source:
                     loss.backward()  # type: ignore[no-untyped-call]
             return keep_loss(loss)
 
+        def restore() -> None:
+            perturber.restore()
+            ddp.forget_gathered_weights(self.opt.model, parameters)
+
         def ascend(rho: float, vectors: Mapping[Tensor, Tensor | None]) -> AscentNorms:
-            return perturber.ascend(
+            norms = perturber.ascend(
                 [rho * radius for radius in self.unit_radii],
                 p=settings.p,
                 eta=settings.eta,
                 maximize=[False] * len(self.unit_radii),
                 vector_of=vectors.get,
             )
+            ddp.forget_gathered_weights(self.opt.model, parameters)
+            return norms
 
         loss = run(backward=True)
         grads = {p: p.grad for p in parameters}
@@ -202,18 +208,16 @@ class _Source:
         vectors: Mapping[Tensor, Tensor | None] = grads
         if passes.direction is not None:
             vectors = passes.direction(passes.perturbed_parameters(list(self.unit_radii)), grads)
-            perturber.restore()
+            restore()
             ascend(1.0, vectors)
             unit = perturber.first_order_rise(grads.get)
         values = [loss, unit, norms.gradient]
         for rho in rhos:
-            perturber.restore()
+            restore()
             if rho > 0:
                 ascend(rho, vectors)
-            # FSDP2 gathers weights anew only after a backward pass.
-            values.append(run(backward=any(dtensor.is_sharded(p) for p in parameters)))
-            drop_gradients(parameters)
-        perturber.restore()
+            values.append(run(backward=False))
+        restore()
         return torch.stack([value.to(norms.gradient) for value in values])
 
 

@@ -36,7 +36,7 @@ class RiseCurve:
 
     @property
     def message(self) -> str:
-        """What is wrong with the suggestion, in words; empty if nothing is."""
+        """A warning; empty if there is none."""
         index = self.rhos.index(self.rho)
         ratio = self.rises[index] / self.first_order[index]
         if 1 / MAX_CURVATURE <= ratio <= MAX_CURVATURE:
@@ -76,7 +76,7 @@ class RhoSuggestion:
     """A radius for SAM, and what it was computed from: what :func:`flatmin.suggest_rho` returns."""
 
     rho: float
-    """The suggested radius, for ``opt.rho``."""
+    """The suggested radius, for ``opt.rho``; if groups have a ``sam_rho``, set ``radii``."""
     radii: tuple[float, ...]
     """The radius of each parameter group: rho, or what keeps the ratio of the group's ``sam_rho`` to ``opt.rho``."""
     loss: float
@@ -97,10 +97,17 @@ class RhoSuggestion:
 
     @property
     def message(self) -> str:
-        """What is wrong with the suggestion, in words; empty if nothing is."""
-        if self.spread <= MAX_SPREAD:
-            return ""
-        return f"The batches alone suggest radii that differ by a factor of {self.spread:.2g}: " + MEASURE_AGAIN
+        """A warning; empty if there is none."""
+        lines = []
+        if any(radius not in (0, self.rho) for radius in self.radii):
+            lines.append(
+                "Groups have radii of their own. Set them with it: for group, radius in zip(opt.param_groups, "
+                'suggestion.radii): group["sam_rho"] = radius.'
+            )
+        if self.spread > MAX_SPREAD:
+            said = f"The batches alone suggest radii that differ by a factor of {self.spread:.2g}: "
+            lines.append(said + MEASURE_AGAIN)
+        return "\n".join(lines)
 
     def measure(self, rhos: Iterable[float] | None = None) -> RiseCurve:
         """Measure the rise of the loss at several radii, on the same batches and at the weights as they are now.

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from flatmin.core import checks, ddp, dtensor
 from flatmin.core.batch_split import Batch, call_with, split_batch
 from flatmin.core.checks import MIGRATION, Closure, Direction, Settings, check_generator, check_rho
-from flatmin.core.compat import check_not_in_grad_scaler, is_checkpoint
+from flatmin.core.compat import check_not_in_grad_scaler, is_checkpoint, is_unscaling
 from flatmin.core.joint_optimizer import as_one, bases_of
 from flatmin.core.optimizer_wrapper import NotCompiledContext, OptimizerWrapper, not_compiled, with_own_hooks
 from flatmin.core.rng import direction_generator
@@ -171,10 +171,20 @@ class SAM(OptimizerWrapper):
         return bases_of(self.base)
 
     @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The base optimizer's parameter groups."""
+        if is_unscaling(depth=1):
+            self._state.marks.at_unscaling(self._passes.parameters())
+        return self.base.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.base.param_groups = groups
+
+    @property
     def rho(self) -> float:
         """The radius of the groups that do not set one."""
-        rho: float = self.param_groups[0].get(RHO_KEY, self._state.rho)
-        return rho
+        return self._state.rho
 
     @rho.setter
     def rho(self, rho: float) -> None:
@@ -392,9 +402,9 @@ class SAM(OptimizerWrapper):
         .. math:: g = g_{batch}(w) + g_{part}(w + \epsilon) - g_{part}(w),
 
         an unbiased estimate of m-SAM's gradient with m the size of the part. Its rho is smaller than SAM's; measure it
-        with ``suggest_rho(..., m=...)``, the size of the part. Zeroing, backward, splitting and weighting are done
-        here. Batches must be shuffled: the first examples stand for all. Running statistics of batch norm come from the
-        rest of the batch.
+        with ``suggest_rho(..., m=...)``, the size of the part. It zeroes the gradients, splits the batch, runs the
+        backward passes and weights the losses. Batches must be shuffled: the first examples stand for all. Running
+        statistics of batch norm come from the rest of the batch.
 
         Args:
             loss_fn: returns the **mean** loss of the examples it is given: ``loss_fn(*batch)`` for a tuple or list,
@@ -479,6 +489,7 @@ class SAM(OptimizerWrapper):
         """Return the base optimizer's state dict; its first group also has SAM's radius, generator and functions."""
         self._keep_generator()
         state_dict = super().state_dict()
+        state_dict["param_groups"][0][RHO_KEY] = self.rho  # another SAM around the same base may have its own
         for function in self._passes.functions:
             if function.has_state:
                 state_dict["param_groups"][0][function.key] = function.state_dict(self._passes.parameters())

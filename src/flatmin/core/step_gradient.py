@@ -196,6 +196,12 @@ def _check_block(passes: StepPasses) -> None:
             "To accumulate, run all micro-batches before the block and all of them again inside it, or pass one "
             "closure per micro-batch: opt.step([closure_1, closure_2]). To discard them, call opt.zero_grad()."
         )
+    if state.marks.unscaled(passes.parameters()):
+        raise ValueError(
+            "scaler.unscale_(opt) was called before `with opt.perturbed():`. A GradScaler unscales once a step, so the "
+            "gradients of the second pass, which the step uses, would stay scaled. Call it after the block, and clip "
+            "there; the first pass needs no unscaling."
+        )
     if settings.mixes_gradients and ddp.has_no_sync(state.model) and not settings.sync_perturbation:
         given = "combine" if settings.combine is not None else f"weight={settings.weight}"
         raise ValueError(

@@ -16,6 +16,7 @@ from flatmin.core.checks import Closure, Settings, check_rho, keep_loss
 from flatmin.core.flat_buffers import VectorOf
 from flatmin.core.gradients import GradientSum, drop_gradients
 from flatmin.core.joint_optimizer import has_momentum, momentum_in
+from flatmin.core.other_optimizers import note_summed
 from flatmin.core.pass_state import ModelState, PassState, has_running_statistics
 from flatmin.core.replay import Replay
 from flatmin.core.step_functions import StepFunction, combine_gradients, kept_gradients
@@ -73,6 +74,8 @@ class StepPasses:
         self.combine = None if settings.combine is None else StepFunction("combine", settings.combine)
         self.functions = [function for function in (self.direction, self.combine) if function is not None]
         self.replay = Replay(self)
+        self._others_key: Any = None
+        self._found_others: list[Tensor] = []
 
     def sam_gradient(
         self,
@@ -147,9 +150,14 @@ class StepPasses:
             if share is not None and share.weight != 1.0:
                 share.total.take(share.share * (1 - share.weight))
             drop_gradients(self.parameters())
+            writes = {p: state.marks.mark_older([p]) for p in self._others() if p.grad is not None}
             yield norms
+            # Zeroing in place would be one write more than there are backward passes.
+            most = state.marks.num_backwards()
+            note_summed([p for p, written in writes.items() if 0 < (written() or 0) <= most], state)
         finally:
             state.perturber.restore()
+            ddp.forget_gathered_weights(state.model, self.parameters())
             state.is_perturbed = False
             after_first.restore()
         if self.combine is not None and first is not None:
@@ -230,10 +238,21 @@ class StepPasses:
             noise=noise,
             several=several,
         )
+        ddp.forget_gathered_weights(self.state.model, self.parameters())
         if noise is not None:
             groups[0][GENERATOR_KEY] = noise.get_state()
         unknown = torch.full_like(norms.gradient, math.nan)
         return norms if settings.direction == "gradient" else norms._replace(gradient=unknown)
+
+    def _others(self) -> list[Tensor]:
+        """Return the model's parameters that are not SAM's; they are looked up when the model or the groups change."""
+        key = (self.state.model, [len(group["params"]) for group in self.base.param_groups])
+        if key != self._others_key:
+            own = set(map(id, self.parameters()))
+            model = ddp.unwrap(self.state.model)
+            every = model.parameters() if model is not None else ()
+            self._others_key, self._found_others = key, [p for p in every if id(p) not in own]
+        return self._found_others
 
     def parameters(self) -> Iterator[Tensor]:
         """Return the parameters of all groups."""
@@ -246,13 +265,11 @@ class StepPasses:
 
     def start(self) -> PassState:
         """Return what the next pass starts from."""
-        return PassState(self.state.model, self.parameters())
+        return PassState(self.state.model, self.parameters(), statistics=self.replay.reads_statistics)
 
     def radii(self) -> list[float]:
         """Return the radius of each parameter group."""
-        groups = self.base.param_groups
-        rho = groups[0].get(RHO_KEY, self.state.rho)
-        return [check_rho(group.get("sam_rho", rho), "sam_rho") for group in groups]
+        return [check_rho(group.get("sam_rho", self.state.rho), "sam_rho") for group in self.base.param_groups]
 
     def create_function_states(self) -> None:
         """Make the state of functions exist, for a distributed checkpoint to be loaded into."""

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils import parametrize
 
 from flatmin.core import dtensor, perturbation
 from flatmin.core.flat_buffers import Block, Chunk, VectorOf, lay_out
@@ -210,8 +211,9 @@ class WeightPerturber:
 
 
 def _forget_casts() -> None:
-    """Make autocast cast the weights anew: within one block of it, all passes share casts that are made once."""
+    """Make what is computed of the weights once be computed anew: casts of autocast, and cached parametrizations."""
     torch.clear_autocast_cache()
+    parametrize._cache.clear()
 
 
 def _join_pairs(rows: Tensor, q: float) -> Tensor:

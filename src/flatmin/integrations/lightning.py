@@ -209,9 +209,9 @@ def _check_trainer(trainer: pl.Trainer, automatic: bool) -> None:
             accumulation, accumulates = f"GradientAccumulationScheduler({callback.scheduling})", True
     if automatic and accumulates:
         raise ValueError(
-            f"{accumulation} is not SAM with automatic optimization: Lightning's closure holds the last micro-batch "
-            "only, so the second pass would not see the others. Use larger batches without accumulation, or manual "
-            "optimization: run all micro-batches, and all of them again within `with opt.perturbed():`."
+            f"{accumulation} does not work with SAM under automatic optimization: Lightning's closure holds the last "
+            "micro-batch only, so the second pass would not see the others. Use larger batches, not accumulation, or "
+            "manual optimization: run all micro-batches, and all of them again within `with opt.perturbed():`."
         )
     strategy = type(trainer.strategy).__name__
     if "DeepSpeed" in strategy or strategy == "FSDPStrategy":

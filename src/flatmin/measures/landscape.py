@@ -282,7 +282,7 @@ def _check_settings(dims: int, span: float, points: int, directions: str, batch_
     if not (span > 0 and math.isfinite(span)):
         raise ValueError(f"span must be positive and finite, got {span!r}.")
     if not isinstance(points, int) or points < 3 or points % 2 == 0:
-        raise ValueError(f"points must be an odd number from 3 on, so that the model is on the grid; got {points!r}.")
+        raise ValueError(f"points must be odd and at least 3, got {points!r}: the middle one is the model.")
     if directions not in ("random", "hessian"):
         raise ValueError(f'directions must be "random" or "hessian", got {directions!r}.')
     if batch_norm not in ("running", "batch"):

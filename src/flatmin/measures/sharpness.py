@@ -112,7 +112,7 @@ def m_sharpness(
     eta = check_adaptive(adaptive)
     check_count("steps", steps)
     if steps > 1 and p not in (1.0, 2.0, math.inf):
-        raise ValueError(f"p must be 1, 2 or inf with several steps, got {p}: there is no projection for others.")
+        raise ValueError(f"p must be 1, 2 or inf with several steps, got {p}: there is no projection for other p.")
     if chunk_size is not None:
         check_count("chunk_size", chunk_size)
     check_metric(metric)
