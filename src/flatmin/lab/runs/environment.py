@@ -1,6 +1,6 @@
 """What the sessions of a run record: versions, hardware, commit, number of workers, and the files they read.
 
-Of images and initial weights there are fingerprints. Datasets with published checksums (CIFAR, SVHN, Fashion-MNIST)
+Images and initial weights are fingerprinted. Datasets with published checksums (CIFAR, SVHN, Fashion-MNIST)
 are verified each time they are read and need none.
 """
 

@@ -53,7 +53,7 @@ class Condition:
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """Its display name."""
         return ", ".join((*self.labels, self.column))
 
 
@@ -148,14 +148,14 @@ class MethodResult:
 
     @property
     def unfit_note(self) -> str | None:
-        """Says that a baseline does not fit its training set; None if it does, or if there is no gate."""
+        """A note that a baseline does not fit its training set; None if it does, or if there is no gate."""
         most = self.condition.most_train_error
         mixes = self.chosen is not None and self.chosen.data.mixup > 0  # its training error is one on mixed images
         return None if most is None or mixes or self.method.stops_early else self.replicas.unfit_note(most)
 
     @property
     def edge_note(self) -> str | None:
-        """Says that the best rho may lie outside of its grid; None if it does not seem to."""
+        """A note that the best rho may lie outside of its grid; None if it does not seem to."""
         rho = None if self.chosen is None else self.chosen.optim.rho_number
         return edge_note(rho, [e.optim.rho_number for e, _ in self.tried])
 

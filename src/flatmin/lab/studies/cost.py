@@ -32,7 +32,7 @@ def cost(jobs: Iterable[Job]) -> int:
 
 
 def num_models(jobs: Iterable[Job]) -> int:
-    """Return how many models are trained, those included whose predictions are another's labels."""
+    """Return how many models are trained, including models whose predictions are another's labels."""
     return len(_experiments(jobs))
 
 

@@ -50,7 +50,7 @@ class Job:
 
     @property
     def label(self) -> str:
-        """What people call it: the name of its experiment, and the seed."""
+        """Its display name: the name of its experiment, and the seed."""
         return f"{self.experiment.name}/seed{self.seed}"
 
     def record(self, known: Mapping[str, RunRecord]) -> RunRecord:

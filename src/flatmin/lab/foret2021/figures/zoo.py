@@ -41,7 +41,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """Its display name."""
         return (
             f"width {self.width}, depth {self.depth}, batch size {self.batch_size}, "
             f"weight decay {self.weight_decay:g}, dropout {self.dropout:g}, augmentation {self.augment}, "
