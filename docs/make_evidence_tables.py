@@ -24,6 +24,7 @@ from flatmin.lab.cheap_sam.study import (
 from flatmin.lab.demo.study import DEMO
 from flatmin.lab.foret2021.items import ITEMS
 from flatmin.lab.foret2021.scales import CUTS
+from flatmin.lab.rho_rule import RHO_RULE
 from flatmin.lab.runs.record import Records
 from flatmin.lab.studies.conditions import TUNING_SEED
 from flatmin.lab.studies.cost import cost, num_models, training_flops
@@ -71,6 +72,9 @@ ARMS = {
 WORDS = {"cifar10": "CIFAR-10", "fashion-mnist": "Fashion-MNIST", "flowers102": "Flowers-102, fine-tuning"}
 WORDS |= {"basic": "basic augmentation", "none": "no augmentation", "cutout": "Cutout"}
 WORDS |= {f"{noise} %": f"Fashion-MNIST, {noise} % noisy labels" for noise in (20, 40, 80)}
+
+RULE_WORDS = {"wrn-10-2": "WRN-10-2", "40% noise": "40 % noisy labels", "80% noise": "80 % noisy labels"}
+RULE_WORDS |= {"char-transformer": "character transformer", "python-text": "text", "digits": "digits"}
 
 
 def errors(known):
@@ -180,6 +184,17 @@ def choices(known):
     return f"{grid(header, rows)}\n\n{near}"
 
 
+def rule(known):
+    """Return the study of the suggestion: its radius, the chosen factor, and the errors with and without SAM."""
+    (table,) = (t for t in describe(RHO_RULE, "laptop", known).tables if "suggested rho" in t.columns)
+    rows = []
+    for name, rho, factor, *errors, share in table.rows:
+        cells = [f"{cell.measured.mean:.1f} ± {cell.measured.half_width:.1f}" for cell in errors]
+        condition = ", ".join(RULE_WORDS.get(word, WORDS.get(word, word)) for word in name.split(", "))
+        rows.append((condition, f"{rho.measured.mean:.3f}", f"{factor}x", *cells, share))
+    return grid(("condition", "suggestion", "best factor", *table.columns[3:-1], "share kept"), rows)
+
+
 def _error_and_gain(point, base):
     gain = "" if point.error.mean == base else f"{round(base - point.error.mean, 1) + 0.0:.1f}"  # no -0.0
     return f"{point.error.mean:.1f} ± {point.error.half_width:.1f}", gain
@@ -211,6 +226,7 @@ BLOCKS = {
     ("reproduction.md", "costs"): ("foret2021-laptop", costs),
     ("cost.md", "arms"): ("cheap-sam-laptop", arms),
     ("choosing-rho.md", "choices"): ("foret2021-laptop", choices),
+    ("choosing-rho.md", "rule"): ("rho-rule-laptop", rule),
     ("index.md", "demo"): ("demo", demo),
 }
 """By file and the name between the markers: the study, and what makes the table of its runs."""
