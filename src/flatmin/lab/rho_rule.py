@@ -265,7 +265,7 @@ def _figures(entries: Sequence[MethodResult], outcomes: Sequence[Outcome]) -> li
     figure = LineFigure(
         title="Test error over rho, in units of the suggestion",
         x_label="rho / suggested rho",
-        y_label="test error above the lowest, in units of the tuned gain",
+        y_label="test error above the lowest / gain",
         series=series,
         log_x=True,
         note="The runs that choose rho, one for each factor. At 1 all of the gain is lost.",

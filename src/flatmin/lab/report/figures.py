@@ -111,7 +111,11 @@ def _colors(names: Sequence[str]) -> list[str]:
 
 
 def _draw_lines(figure: LineFigure) -> Figure:
-    drawn = Figure(figsize=(5.4, 3.5), layout="constrained")
+    longest = max((len(series.name) for series in figure.series), default=0)
+    columns = max(1, min(len(figure.series), 56 // (longest + 6)))
+    rows = math.ceil(len(figure.series) / columns)
+    # A long legend takes no room from the axes.
+    drawn = Figure(figsize=(5.4, 3.5 + 0.22 * max(0, rows - 2)), layout="constrained")
     axes = drawn.add_subplot()
     drawable = False
     colors = _colors([series.name for series in figure.series])
@@ -146,8 +150,6 @@ def _draw_lines(figure: LineFigure) -> Figure:
             axes.set_xticks(values, [x_text(value) for value in values])
             axes.minorticks_off()
     if len(figure.series) > 1:
-        longest = max(len(series.name) for series in figure.series)
-        columns = max(1, min(len(figure.series), 56 // (longest + 6)))
         drawn.legend(loc="outside lower center", ncols=columns, frameon=False)
     return drawn
 
