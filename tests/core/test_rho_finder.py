@@ -1,6 +1,7 @@
 """The suggested radius equals closed forms in float64: rho = 0.1 mean(L) / mean(g . eps_1)."""
 
 import copy
+import dataclasses
 import math
 import random
 
@@ -139,7 +140,12 @@ def test_curvature_and_spread_are_told_in_words():
     opt = SAM(torch.optim.SGD([w], lr=0.1))
     batches = [torch.ones(2, dtype=torch.float64)]
     linear = suggest_rho(opt, lambda x: (x * w).mean(), batches)
-    assert "<- suggested" in str(linear.measure())
+    assert str(linear.measure([0.5])).splitlines() == [
+        "       rho       rise  first order  rise / loss",
+        "       0.1        0.1          0.1          0.1  <- suggested",
+        "       0.5        0.5          0.5          0.5",
+    ]
+    assert dataclasses.replace(linear, per_batch=(-0.1, 0.1)).spread == math.inf
     assert linear.message == linear.measure().message == ""
     steep = suggest_rho(opt, lambda x: (x * torch.exp(20 * (w - 1))).mean() + 3, batches)  # rises 1.23 times as much
     assert steep.measure().message == ""
@@ -356,7 +362,10 @@ WRONG = [
     ({"direction": "random"}, ValueError, "direction='random'"),
     ({"maximize": True}, ValueError, "a parameter group has maximize=True"),
     ({"num_batches": 0}, ValueError, "num_batches must be"),
+    ({"num_batches": True}, ValueError, "num_batches must be"),
     ({"rise": 0.0}, ValueError, "rise must be"),
+    ({"rise": math.inf}, ValueError, "rise must be"),
+    ({"rise": "0.1"}, ValueError, "rise must be"),
     ({"m": 9}, ValueError, "m must be at least 1 and at most the 8 examples"),
     ({"batches": []}, ValueError, "batches is empty"),
     ({"radii": (0.0, 0.0)}, ValueError, "Every parameter group has sam_rho=0"),
