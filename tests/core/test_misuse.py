@@ -1,6 +1,8 @@
 """What training scripts do: each of these once trained something else than SAM, or failed without saying why."""
 
+import gc
 import math
+import weakref
 
 import numpy as np
 import pytest
@@ -322,6 +324,16 @@ def test_another_optimizer_that_steps_on_the_sum_of_both_passes_is_warned_of(for
         assert len(found) == 1
     else:
         step()  # warnings are errors here
+
+
+def test_gradients_that_nobody_steps_on_keep_no_optimizer_alive():
+    model = Product()
+    opt = SAM(torch.optim.SGD([model.a], lr=0.01), rho=0.1, model=model)
+    opt.step(references.closure_of(opt, model))
+    state = weakref.ref(opt._state)
+    del opt
+    gc.collect()
+    assert state() is None
 
 
 def test_two_wrappers_of_one_base_have_radii_of_their_own():

@@ -133,6 +133,10 @@ def test_statistics_that_a_pass_reads_in_eval_mode_are_the_same_in_both(form):
             opt.step()
         assert step == 0 or abs(opt.metrics.sharpness.item()) < 1e-4
         assert model.net[1].num_batches_tracked == step + 1
+        assert opt._passes.replay.reads_statistics
+    for reads in (False, False):  # what is not read is not copied
+        opt.step(references.closure_of(opt, lambda: model(x).square().mean()))
+        assert opt._passes.replay.reads_statistics == reads
 
 
 def test_cached_parametrizations_are_computed_anew_at_the_perturbed_weights():

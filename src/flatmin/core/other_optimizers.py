@@ -20,7 +20,7 @@ SUM_WARNING = (
     "or inside `with opt.perturbed():`), or put both optimizers under one SAM: SAM([one, other])."
 )
 
-_summed: dict[int, tuple["weakref.ref[Tensor]", "StepState"]] = {}  # parameters that have such gradients
+_summed: dict[int, tuple["weakref.ref[Tensor]", "weakref.ref[StepState]"]] = {}  # parameters with such gradients
 
 
 @functools.cache
@@ -33,7 +33,7 @@ def note_summed(parameters: Iterable[Tensor], state: "StepState") -> None:
     for p in parameters:
         _look_at_steps()
         setattr(p.grad, SUM, p.grad._version)  # type: ignore[union-attr]
-        _summed[id(p)] = weakref.ref(p), state
+        _summed[id(p)] = weakref.ref(p), weakref.ref(state)
 
 
 def _warn_if_summed(optimizer: Optimizer, *_: Any) -> None:
@@ -42,8 +42,9 @@ def _warn_if_summed(optimizer: Optimizer, *_: Any) -> None:
         return
     own = (_summed.pop(id(p), None) for group in optimizer.param_groups for p in group["params"])
     for found in [one for one in own if one is not None]:
-        p, state = found[0](), found[1]
-        version = getattr(None if p is None else p.grad, SUM, None)
+        p, state = found[0](), found[1]()
+        grad = None if p is None else p.grad
         # Clipping is one write; zeroing in place and another pass are two.
-        if version is not None and p.grad._version <= version + 1 and state.warn_once("sum of passes"):  # type: ignore[union-attr]
+        is_sum = grad is not None and grad._version <= getattr(grad, SUM, -2) + 1
+        if is_sum and state is not None and state.warn_once("sum of passes"):
             warnings.warn(SUM_WARNING.format(name=type(optimizer).__name__), UserWarning, stacklevel=4)

@@ -49,7 +49,8 @@ class Replay:
         self._passes = passes
         self._handles: list[Any] = []
         self.is_paused = False  # in closures, whose passes SAM runs itself
-        self.reads_statistics = False  # passes call the model in eval mode too, where it reads running statistics
+        # Whether passes call the model in eval mode too, where it reads running statistics: as in the last step.
+        self.reads_statistics = self._has_read_statistics = False
         self._num_replayed: int | None = None  # forward passes in the block; None outside
         self.forget()
 
@@ -79,7 +80,12 @@ class Replay:
 
     def at_eval(self) -> None:
         """Record that the model is called in eval mode, within a pass as far as one can tell."""
-        self.reads_statistics |= self.is_paused or self._zeroed is not None or self._num_replayed is not None
+        self._has_read_statistics |= self.is_paused or self._zeroed is not None or self._num_replayed is not None
+
+    def end_step(self) -> None:
+        """Begin a new step after the optimizer's."""
+        self.reads_statistics, self._has_read_statistics = self._has_read_statistics, False
+        self.forget()
 
     def at_forward(self) -> None:
         """Record a forward pass of the first pass, or put the generators where they were in the first pass."""

@@ -481,7 +481,7 @@ class SAM(OptimizerWrapper):
     def _base_step(self) -> None:
         self.base.step()
         self._state.num_steps += 1
-        self._passes.replay.forget()
+        self._passes.replay.end_step()
 
     # Checkpoints and copies.
 
